@@ -1,0 +1,1 @@
+"""Makes ``tests/`` importable, so that every room can use ``from support.… import …``."""
