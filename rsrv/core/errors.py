@@ -1,0 +1,243 @@
+"""Every error that leaves rsrv: a gRPC code, a machine-readable reason and a message. Nobody matches on the text."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Code(IntEnum):
+    """The gRPC status codes, with their numbers on the wire."""
+
+    OK = 0
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
+    @property
+    def http_status(self) -> int:
+        return _HTTP_STATUS[self]
+
+
+_HTTP_STATUS = {
+    Code.OK: 200,
+    Code.CANCELLED: 499,
+    Code.UNKNOWN: 500,
+    Code.INVALID_ARGUMENT: 400,
+    Code.DEADLINE_EXCEEDED: 504,
+    Code.NOT_FOUND: 404,
+    Code.ALREADY_EXISTS: 409,
+    Code.PERMISSION_DENIED: 403,
+    Code.RESOURCE_EXHAUSTED: 429,
+    Code.FAILED_PRECONDITION: 412,
+    Code.ABORTED: 409,
+    Code.OUT_OF_RANGE: 400,
+    Code.UNIMPLEMENTED: 501,
+    Code.INTERNAL: 500,
+    Code.UNAVAILABLE: 503,
+    Code.DATA_LOSS: 500,
+    Code.UNAUTHENTICATED: 401,
+}
+
+REASON_METADATA_KEY = "rsrv-reason"
+"""Trailing metadata key that carries `RsrvError.reason` on gRPC answers."""
+
+
+class RsrvError(Exception):
+    """Base of all errors of rsrv.
+
+    Attributes:
+        code: gRPC status code.
+        reason: machine-readable reason, sent as trailing metadata ``rsrv-reason``.
+        message: what happened: it names the tensor, model, file or key, the value, and what was wanted.
+        hint: how the user can fix it, or None.
+        exit_code: what a command that ends with this error returns to the shell.
+    """
+
+    code: Code = Code.INTERNAL
+    reason: str = "internal"
+    exit_code: int = 1
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, code: Code | None = None, reason: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        if code is not None:
+            self.code = code
+        if reason is not None:
+            self.reason = reason
+
+
+# --- request path -------------------------------------------------------------------------------------------------
+
+
+class InvalidRequest(RsrvError):
+    code, reason = Code.INVALID_ARGUMENT, "invalid"
+
+
+class InvalidResponse(RsrvError):
+    """A server's answer is not a message of the protocol, or its bytes do not fit its headers."""
+
+    code, reason = Code.INTERNAL, "bad_response"
+
+
+class UnknownModel(RsrvError):
+    code, reason = Code.NOT_FOUND, "unknown_model"
+
+
+class ModelPreparing(RsrvError):
+    code, reason = Code.UNAVAILABLE, "preparing"
+
+
+class ModelFailed(RsrvError):
+    code, reason = Code.UNAVAILABLE, "failed"
+
+
+class ModelUnloaded(RsrvError):
+    code, reason = Code.NOT_FOUND, "unloaded"
+
+
+class QueueFull(RsrvError):
+    code, reason = Code.RESOURCE_EXHAUSTED, "queue_full"
+
+
+class Shed(RsrvError):
+    code, reason = Code.RESOURCE_EXHAUSTED, "shed"
+
+
+class ServerStopping(RsrvError):
+    code, reason = Code.UNAVAILABLE, "stopping"
+
+
+class DeadlineExceeded(RsrvError):
+    code, reason = Code.DEADLINE_EXCEEDED, "deadline"
+
+
+class Cancelled(RsrvError):
+    code, reason = Code.CANCELLED, "cancelled"
+
+
+class HookRejected(RsrvError):
+    """Raised by a hook on purpose, for bad client data; the message reaches the client."""
+
+    code, reason = Code.INVALID_ARGUMENT, "hook_rejected"
+
+
+class HookError(RsrvError):
+    code, reason = Code.INTERNAL, "hook_error"
+
+
+class UnregisteredRegion(RsrvError):
+    """A tensor names a shared-memory region that the server does not hold.
+
+    The text keeps the phrase that older clients recognise even behind a proxy that rewrites the status.
+    """
+
+    code, reason = Code.FAILED_PRECONDITION, "shm_unregistered"
+
+    def __init__(self, region: str) -> None:
+        super().__init__(
+            f"unregistered shared memory region {region!r}", hint="register the region with this server and send again"
+        )
+        self.region = region
+
+
+class RegionLimit(RsrvError):
+    code, reason = Code.RESOURCE_EXHAUSTED, "shm_limit"
+
+
+class DeviceError(RsrvError):
+    """The device or its runtime failed while it ran a program."""
+
+    code, reason = Code.INTERNAL, "device"
+
+
+class DeviceOutOfMemory(DeviceError):
+    code, reason = Code.RESOURCE_EXHAUSTED, "device_oom"
+
+
+class Unimplemented(RsrvError):
+    code, reason = Code.UNIMPLEMENTED, "unimplemented"
+
+
+# --- bundles and programs -----------------------------------------------------------------------------------------
+
+
+class BundleError(RsrvError):
+    """A bundle, or a file of it, is not what it has to be; `rule` is the violated rule ("B-18") or None."""
+
+    code, reason = Code.FAILED_PRECONDITION, "bundle"
+
+    def __init__(
+        self, message: str, *, rule: str | None = None, file: str | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.rule = rule
+        self.file = file
+
+
+class ManifestError(BundleError):
+    reason = "manifest"
+
+
+class WeightsError(BundleError):
+    reason = "weights"
+
+
+class DigestMismatch(BundleError):
+    reason = "digest"
+
+
+class SignatureMismatch(BundleError):
+    """A program's entry function does not take or return what manifest and weights declare."""
+
+    reason = "signature"
+
+
+class ProgramError(BundleError):
+    """A program cannot be read or compiled; also when the process that tried it died or ran out of time."""
+
+    reason = "program"
+
+
+class CompileProcessError(RsrvError):
+    """The processes that compile programs cannot be started or do not live long enough to take a job."""
+
+    code, reason = Code.INTERNAL, "compile_process"
+
+
+class ExportError(RsrvError):
+    code, reason = Code.INVALID_ARGUMENT, "export"
+
+
+# --- commands -----------------------------------------------------------------------------------------------------
+
+
+class UsageError(RsrvError):
+    code, reason, exit_code = Code.INVALID_ARGUMENT, "usage", 2
+
+
+class ServerUnreachable(RsrvError):
+    code, reason, exit_code = Code.UNAVAILABLE, "unreachable", 3
+
+
+class ConfigError(RsrvError):
+    code, reason, exit_code = Code.INVALID_ARGUMENT, "config", 78
+
+
+class PortTaken(ConfigError):
+    reason = "port_taken"

@@ -1,0 +1,268 @@
+"""Our .proto files against the wire contract: tritonclient's messages, and the control tables of the specification."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from tritonclient.grpc import model_config_pb2, service_pb2
+
+from rsrv import protos
+from rsrv.protos import control, health, inference, reflection, reflection_v1alpha
+
+ROOT = Path(__file__).resolve().parents[2]
+TYPE_NAMES = {
+    number: name.removeprefix("TYPE_").lower()
+    for name, number in vars(FieldDescriptor).items()
+    if name.startswith("TYPE_")
+}
+
+
+def messages(*files: object) -> dict[str, Descriptor]:
+    """Every message of the files by full name, nested ones (map entries too) included."""
+    found: dict[str, Descriptor] = {}
+
+    def add(message: Descriptor) -> None:
+        found[message.full_name] = message
+        for nested in message.nested_types:
+            add(nested)
+
+    for file in files:
+        for message in file.message_types_by_name.values():
+            add(message)
+    return found
+
+
+def enums(*files: object) -> dict[str, dict[str, int]]:
+    found = [enum for file in files for enum in file.enum_types_by_name.values()]
+    found += [enum for message in messages(*files).values() for enum in message.enum_types]
+    return {enum.full_name: {value.name: value.number for value in enum.values} for enum in found}
+
+
+def type_of(field: FieldDescriptor) -> str:
+    """``int64``, ``repeated inference.ModelInput``, …"""
+    target = field.message_type or field.enum_type
+    name = target.full_name if target else TYPE_NAMES[field.type]
+    return f"repeated {name}" if field.label == FieldDescriptor.LABEL_REPEATED else name
+
+
+def fields(message: Descriptor) -> list[tuple[int, str, str, str]]:
+    return sorted(
+        (f.number, f.name, type_of(f), f.containing_oneof.name if f.containing_oneof else "") for f in message.fields
+    )
+
+
+OURS = messages(
+    protos.POOL.FindFileByName("inference/grpc_predict_v2.proto"),
+    protos.POOL.FindFileByName("inference/model_config.proto"),
+)
+THEIRS = messages(service_pb2.DESCRIPTOR, model_config_pb2.DESCRIPTOR)
+
+
+@pytest.mark.filterwarnings("ignore:label\\(\\) is deprecated")
+@pytest.mark.parametrize("name", sorted(OURS.keys() & THEIRS.keys()))
+def test_a_message_that_tritonclient_also_has_is_the_same_field_by_field(name):
+    assert fields(OURS[name]) == fields(THEIRS[name])
+    assert OURS[name].GetOptions().map_entry == THEIRS[name].GetOptions().map_entry
+
+
+def test_the_messages_that_only_one_side_has_are_the_known_ones():
+    assert OURS.keys() - THEIRS.keys() == {
+        "inference.IsSameIPCNamespaceRequest",
+        "inference.IsSameIPCNamespaceResponse",
+    }
+    # Streaming, tracing and log settings: RPCs that rsrv does not have, so they answer UNIMPLEMENTED.
+    assert {name.split(".")[1] for name in THEIRS.keys() - OURS.keys()} == {
+        "LogSettingsRequest",
+        "LogSettingsResponse",
+        "ModelStreamInferResponse",
+        "TraceSettingRequest",
+        "TraceSettingResponse",
+    }
+
+
+def test_enums_are_the_same_as_tritonclients():
+    ours = enums(protos.POOL.FindFileByName("inference/model_config.proto"))
+    assert ours == enums(model_config_pb2.DESCRIPTOR)
+    assert inference.TYPE_BF16 == model_config_pb2.TYPE_BF16 == 14
+
+
+def test_rpcs_have_the_paths_and_messages_of_tritonclient():
+    def rpcs(service: object) -> dict[str, tuple[str, str, bool, bool]]:
+        return {
+            m.name: (m.input_type.full_name, m.output_type.full_name, m.client_streaming, m.server_streaming)
+            for m in service.methods
+        }
+
+    ours = rpcs(protos.services()["inference.GRPCInferenceService"])
+    theirs = rpcs(service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"])
+    assert ours.pop("IsSameIPCNamespace") == (
+        "inference.IsSameIPCNamespaceRequest",
+        "inference.IsSameIPCNamespaceResponse",
+        False,
+        False,
+    )
+    assert theirs.keys() - ours.keys() == {"ModelStreamInfer", "TraceSetting", "LogSettings"}
+    assert ours == {name: theirs[name] for name in ours}
+
+
+def test_the_namespace_probe_carries_a_name_and_a_nonce():
+    assert fields(OURS["inference.IsSameIPCNamespaceRequest"]) == [
+        (1, "name", "string", ""),
+        (10, "nonce", "bytes", ""),
+    ]
+    assert fields(OURS["inference.IsSameIPCNamespaceResponse"]) == [(1, "same", "bool", "")]
+
+
+# Specification §3.6, row by row. "*" marks a repeated field; a capital letter starts a type of the same package.
+CONTROL = {
+    "ModelControlStatusRequest": "",
+    "ModelStatus": """1 string name; 2 Residency residency; 3 bool device_resident; 4 bool host_resident;
+        5 int64 weight_nbytes; 6 double weight; 7 int64 queue_depth; 8 double total_compute_seconds;
+        9 uint64 requests_served; 10 uint64 dispatch_count; 11 int64 max_batch_size; 12 string batch_input_name;
+        13 int64 batch_axis; 14 uint64 rows_served""",
+    "ModelControlStatusResponse": """1 string residency_mode; 2 string discipline; 3 *ModelStatus models;
+        4 uint64 weight_cache_max_bytes""",
+    "SetModelResidencyRequest": "1 string name; 2 Residency target",
+    "SetModelResidencyResponse": "1 Residency residency",
+    "SetModelPolicyRequest": "1 string name; 2 bool has_weight; 3 double weight",
+    "SetModelPolicyResponse": "",
+    "CompactMemoryRequest": "1 *string reload_models",
+    "CompactMemoryResponse": "1 int64 reloaded_models; 2 uint64 resident_bytes_after",
+    "SchedulingPolicy": """1 double rebalance_compute_seconds; 2 double first_rebalance_compute_seconds;
+        3 double hysteresis; 4 double ema_halflife_compute_seconds; 5 int64 default_replicas; 6 string routing_policy;
+        7 double routing_fill_factor; 8 string routing_fill_mode; 9 string compaction_mode;
+        10 int64 compaction_interval; 11 bool forbid_memory_oversubscription; 12 uint64 generation;
+        13 string work_basis""",
+    "RepackStatus": """1 double last_repack_unix_seconds; 2 double last_repack_wall_elapsed_seconds;
+        3 double last_repack_compute_seconds; 4 string last_trigger; 5 int64 last_models_placed;
+        6 int64 last_models_moved; 7 uint64 repack_count; 8 double compute_accumulated_seconds;
+        9 double active_threshold_seconds; 10 bool first_tick_repack_done; 11 double last_tick_unix_seconds;
+        12 int64 repacks_since_compaction; 13 uint64 operator_repacks_requested;
+        14 uint64 operator_repacks_completed""",
+    "ReplicaPlacement": "1 string worker; 2 double weight; 3 int64 outstanding; 4 int64 routed_total",
+    "ModelSchedulingStatus": """1 string name; 2 int64 configured_replicas; 3 int64 effective_replicas;
+        4 *ReplicaPlacement replicas; 5 double utilization; 6 double arrival_rate; 7 double cost_seconds;
+        8 int64 max_batch; 9 string fill_mode; 10 int64 fill_quantum; 11 int64 weight_nbytes; 12 bool placed;
+        13 bool drifted""",
+    "WorkerSchedulingStatus": """1 string worker; 2 bool ready; 3 int64 models_placed; 4 double inflight_compute;
+        5 int64 assigned_weight_bytes; 6 int64 weight_budget_bytes; 7 bool oversubscribed""",
+    "GetSchedulingStatusRequest": "",
+    "GetSchedulingStatusResponse": """1 string mode; 2 SchedulingPolicy policy; 3 RepackStatus repack;
+        4 *ModelSchedulingStatus models; 5 *WorkerSchedulingStatus workers; 6 *string warnings""",
+    "SetSchedulingPolicyRequest": "1 *string update_mask; 2 SchedulingPolicy policy",
+    "SetSchedulingPolicyResponse": "1 SchedulingPolicy applied; 2 *string warnings; 3 bool persisted",
+    "SetModelPlacementRequest": """1 string name; 2 int64 replicas; 3 string fill_mode; 4 double fill_factor;
+        5 bool allow_unknown_model""",
+    "SetModelPlacementResponse": """1 string name; 2 int64 configured_replicas; 3 int64 effective_replicas;
+        4 string fill_mode; 5 int64 fill_quantum; 6 *string warnings; 7 bool persisted""",
+    "RepackRequest": "1 double wait_seconds",
+    "RepackResponse": """1 uint64 sequence; 2 uint64 completed_sequence; 3 bool completed; 4 double waited_seconds;
+        5 RepackStatus repack; 6 *string warnings""",
+}
+CONTROL_FILE = protos.POOL.FindFileByName("control/rsrv_control.proto")
+
+
+def row(text: str) -> list[tuple[int, str, str, str]]:
+    parsed = []
+    for field in filter(None, (part.strip() for part in text.split(";"))):
+        number, kind, name = field.split()
+        bare = kind.removeprefix("*")
+        kind = f"reactant_control.{bare}" if bare[0].isupper() else bare
+        parsed.append((int(number), name, f"repeated {kind}" if "*" in field else kind, ""))
+    return parsed
+
+
+@pytest.mark.filterwarnings("ignore:label\\(\\) is deprecated")
+def test_the_control_messages_are_those_of_the_specification():
+    ours = {name.split(".")[1]: fields(message) for name, message in messages(CONTROL_FILE).items()}
+    assert ours == {name: row(text) for name, text in CONTROL.items()}
+
+
+def test_residencies_have_the_numbers_of_the_specification():
+    assert enums(CONTROL_FILE) == {
+        "reactant_control.Residency": {
+            "RESIDENCY_UNSPECIFIED": 0,
+            "UNPINNED": 1,
+            "PINNED_SYSTEM": 2,
+            "PINNED_DEVICE": 3,
+        }
+    }
+    assert control.PINNED_DEVICE == control.Residency.Value("PINNED_DEVICE") == 3
+
+
+def test_control_services_have_the_rpcs_of_the_specification():
+    services = protos.services()
+    assert [m.name for m in services["reactant_control.ControlService"].methods] == [
+        "ModelControlStatus",
+        "SetModelResidency",
+        "SetModelPolicy",
+        "CompactMemory",
+    ]
+    assert [m.name for m in services["reactant_control.GatewayControlService"].methods] == [
+        "GetSchedulingStatus",
+        "SetSchedulingPolicy",
+        "SetModelPlacement",
+        "Repack",
+    ]
+    for service in services.values():
+        for method in service.methods:
+            if service.full_name.startswith("reactant_control."):
+                assert method.input_type.name == f"{method.name}Request"
+                assert method.output_type.name == f"{method.name}Response"
+
+
+def test_health_and_reflection_are_the_standard_services():
+    services = protos.services()
+    health_service = services["grpc.health.v1.Health"]
+    assert {m.name: m.server_streaming for m in health_service.methods} == {"Check": False, "Watch": True}
+    assert health.HealthCheckResponse.SERVING == 1
+    assert health.HealthCheckRequest(service="a").SerializeToString() == b"\x0a\x01a"
+    for version in ("v1", "v1alpha"):
+        (method,) = services[f"grpc.reflection.{version}.ServerReflection"].methods
+        assert method.name == "ServerReflectionInfo"
+        assert method.client_streaming
+        assert method.server_streaming
+    request = {"file_containing_symbol": "inference.InferParameter"}
+    assert (
+        reflection.ServerReflectionRequest(**request).SerializeToString()
+        == reflection_v1alpha.ServerReflectionRequest(**request).SerializeToString()
+        == b"\x22\x18inference.InferParameter"
+    )
+
+
+def test_messages_travel_between_our_classes_and_tritonclients():
+    ours = inference.ModelInferRequest(model_name="m", raw_input_contents=[b"abcd"])
+    ours.inputs.add(name="x", datatype="FP32", shape=[1]).parameters["k"].double_param = 0.5
+    theirs = service_pb2.ModelInferRequest.FromString(ours.SerializeToString())
+    assert theirs.inputs[0].parameters["k"].double_param == 0.5
+    assert inference.ModelInferRequest.FromString(theirs.SerializeToString()) == ours
+
+
+@pytest.mark.parametrize("order", [("rsrv", "triton"), ("triton", "rsrv")])
+def test_our_package_and_tritonclients_live_in_one_process_in_either_order(order):
+    imports = {
+        "rsrv": "from rsrv.protos import inference, control",
+        "triton": "import warnings; warnings.simplefilter('ignore'); import tritonclient.grpc",
+    }
+    code = "\n".join(imports[name] for name in order) + "\nprint(inference.ModelConfig(name='ok').name)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+def test_the_generated_files_are_up_to_date():
+    command = [sys.executable, str(ROOT / "protos" / "generate.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_files_are_complete_and_in_the_order_in_which_a_pool_takes_them():
+    from google.protobuf.descriptor_pool import DescriptorPool
+
+    pool = DescriptorPool()
+    for data in protos.FILES.values():
+        pool.AddSerializedFile(data)
+    for name in protos.services():
+        assert pool.FindServiceByName(name).full_name == name
+    assert len(protos.services()) == 6
