@@ -1,0 +1,42 @@
+"""The bundle at rest: manifest, directory, weights file, digests, provenance, `write_bundle`. No program is parsed."""
+
+from rsrv._lazy import attach
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "BatchingSpec": ".blocks",
+        "Bundle": ".directory",
+        "BundleDescription": ".describe",
+        "DigestFinding": ".digests",
+        "Discovery": ".directory",
+        "FORMAT_VERSION": ".manifest",
+        "FileDigest": ".blocks",
+        "FoundBundle": ".directory",
+        "HookRegistrations": ".hookfile",
+        "HooksSpec": ".blocks",
+        "IOSpec": ".iospec",
+        "Manifest": ".manifest",
+        "WeightEntry": ".safetensors",
+        "WeightsHeader": ".safetensors",
+        "bundle_problems": ".directory",
+        "collect_provenance": ".provenance",
+        "describe_bundle": ".describe",
+        "digest_file": ".digests",
+        "discover": ".directory",
+        "inspect_hooks": ".hookfile",
+        "internal_names": ".rules",
+        "load_manifest": ".manifest",
+        "manifest_problems": ".manifest",
+        "meta_call_problems": ".rules",
+        "open_bundle": ".directory",
+        "ordered": ".safetensors",
+        "parse_manifest": ".manifest",
+        "read_header": ".safetensors",
+        "read_verified_program": ".digests",
+        "seal": ".digests",
+        "verify_files": ".digests",
+        "write_bundle": ".writer",
+        "write_weights": ".safetensors",
+    },
+)
