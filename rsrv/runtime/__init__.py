@@ -1,0 +1,26 @@
+"""Compile and run programs on one device, and compile untrusted ones in processes that may die."""
+
+import os
+
+from rsrv._lazy import attach
+
+# Read when jaxlib is loaded: without it every client that is created writes INFO lines to stderr.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "Buffer": ".device",
+        "CompileOptions": ".device",
+        "CompilePool": ".compile_pool",
+        "Compiled": ".compile_pool",
+        "Device": ".device",
+        "Executable": ".device",
+        "FakeDevice": ".fake",
+        "Launch": ".device",
+        "MemoryStats": ".device",
+        "PjrtDevice": ".pjrt",
+        "execute": ".device",
+        "open_device": ".backends",
+    },
+)
