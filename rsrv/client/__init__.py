@@ -1,0 +1,23 @@
+"""The library for callers: arrays to a model behind KServe V2 and arrays back, inline or through shared memory.
+
+It rests on numpy and grpcio and imports neither JAX nor PyTorch.
+"""
+
+from rsrv._lazy import attach
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "InferInput": ".tensors",
+        "InferOutput": ".tensors",
+        "InferResponse": ".tensors",
+        "infer_sync": ".model",
+        "KServeModel": ".model",
+        "ModelCounts": ".server",
+        "ModelEntry": ".server",
+        "ModelMetadata": ".server",
+        "Server": ".server",
+        "ServerMetadata": ".server",
+        "TensorMeta": ".server",
+    },
+)

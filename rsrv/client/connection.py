@@ -1,0 +1,92 @@
+"""One connection to a server: raw-bytes calls over a shared channel, whose failures are `RsrvError`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+
+import grpc
+
+from rsrv.client import channels
+from rsrv.client.channels import ChannelOptions
+from rsrv.client.failures import from_rpc_error
+from rsrv.core.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+SERVICE = "/inference.GRPCInferenceService/"
+Metadata = Sequence[tuple[str, str | bytes]]
+
+
+class Connection:
+    """Calls to one server. Thread safe; usable again in a forked child, which dials for itself.
+
+    A channel of the caller's is used as it is and never closed.
+    """
+
+    def __init__(self, options: ChannelOptions, metadata: Metadata = (), channel: grpc.Channel | None = None) -> None:
+        self.target = options.target
+        self._options = options
+        self._metadata = tuple(metadata)
+        self._own = channel is None
+        self._lock = threading.Lock()
+        self._methods: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
+        self._closed = False
+        self._pid = os.getpid()
+        self._channel = channels.acquire(options) if channel is None else channel
+
+    def call(self, method: str, body: bytes, timeout: float | None) -> bytes:
+        """Call `method` of the inference service with a serialized message; returns the serialized answer."""
+        try:
+            return self._method(method)(body, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.target) from None
+        except ValueError as error:  # grpcio's word for a channel that was closed meanwhile
+            if self._closed:
+                raise _closed(self.target) from None
+            raise error
+
+    def tell(self, method: str, body: bytes, timeout: float, *, wait: bool) -> None:
+        """Like `call` for a message whose failure does not matter; without `wait` it returns at once."""
+        try:
+            call = self._method(method).future(body, timeout=timeout, metadata=self._metadata)
+            call.add_done_callback(_log_failure)  # also keeps the call alive: grpcio cancels one that is dropped
+            if wait:
+                call.result()
+        except (grpc.RpcError, grpc.FutureCancelledError, ValueError, UsageError) as error:
+            log.debug("target=%s method=%s event=not_delivered %s", self.target, method, error)
+
+    def close(self) -> None:
+        """Let go of the channel. Idempotent; calls in flight end when no other handle uses the channel."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._methods.clear()
+        if self._own and self._pid == os.getpid():
+            channels.release(self._options)
+
+    def _method(self, method: str) -> grpc.UnaryUnaryMultiCallable[bytes, bytes]:
+        known = self._methods.get(method)
+        if known is not None and self._pid == os.getpid():
+            return known
+        with self._lock:
+            if self._closed:
+                raise _closed(self.target)
+            if self._pid != os.getpid():
+                self._methods.clear()
+                if self._own:
+                    self._channel = channels.acquire(self._options)
+                self._pid = os.getpid()
+            return self._methods.setdefault(method, self._channel.unary_unary(SERVICE + method, None, None))
+
+
+def _log_failure(call: grpc.Future[bytes]) -> None:
+    if call.cancelled() or call.exception() is not None:
+        log.debug("event=not_delivered %s", call)
+
+
+def _closed(target: str) -> UsageError:
+    return UsageError(f"this handle to {target} is closed")

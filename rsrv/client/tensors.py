@@ -1,0 +1,116 @@
+"""What goes into a call and what comes out of it: `InferInput`, `InferResponse` and `InferOutput`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from rsrv.core.dtypes import DType
+from rsrv.core.errors import InvalidRequest, InvalidResponse
+
+if TYPE_CHECKING:
+    from rsrv.core.wire.response import ResponseMessage
+
+
+class InferInput:
+    """One input tensor: ``InferInput(name, array)``, or ``InferInput(name, shape, flat)`` with the elements in C order.
+
+    Raises TypeError for a dtype that the wire cannot carry and ValueError when `flat` does not fill `shape`.
+    """
+
+    __slots__ = ("data", "name")
+
+    @overload
+    def __init__(self, name: str, array: Any, /) -> None: ...
+    @overload
+    def __init__(self, name: str, shape: Sequence[int], flat: Any, /) -> None: ...
+    def __init__(self, name: str, first: Any, flat: Any = None, /) -> None:
+        self.name = name
+        if flat is None:
+            self.data = wire_array(name, first)
+            return
+        shape = tuple(int(extent) for extent in first)
+        elements = wire_array(name, flat)
+        if min(shape, default=0) < 0 or elements.size != int(np.prod(shape, dtype=object)):
+            raise ValueError(f"input {name!r}: {elements.size} elements do not fill the shape {list(shape)}")
+        self.data = elements.reshape(shape)
+
+    def __repr__(self) -> str:
+        return f"InferInput({self.name!r}, {self.data.dtype}{list(self.data.shape)})"
+
+
+class InferResponse:
+    """The answer to one call. Arrays are read-only: copy one before changing it in place.
+
+    An inline output is a view of the received message; an output that came through shared memory is a copy of its own.
+    Neither is touched by later calls.
+    """
+
+    __slots__ = ("_message", "_shared")
+
+    def __init__(self, message: ResponseMessage, shared: Mapping[str, np.ndarray] | None = None) -> None:
+        self._message = message
+        self._shared = shared or {}
+
+    @property
+    def model_name(self) -> str:
+        return self._message.model_name
+
+    @property
+    def model_version(self) -> str:
+        return self._message.model_version
+
+    @property
+    def id(self) -> str:
+        return self._message.id
+
+    @property
+    def parameters(self) -> Mapping[str, bool | int | float | str]:
+        return self._message.parameters
+
+    @property
+    def names(self) -> list[str]:
+        """The outputs' names in the order of the answer."""
+        return [output.name for output in self._message.outputs]
+
+    def array(self, name: str) -> np.ndarray:
+        """The output `name`, in its wire shape. Raises InvalidRequest, listing the names, for one that is not there."""
+        if name not in self.names:
+            raise InvalidRequest(f"the response has no output {name!r}; it has: {', '.join(self.names) or 'none'}")
+        return self._shared[name] if name in self._shared else _present(name, self._message.array(name))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All outputs by name, in the order of the answer."""
+        received = self._message.arrays()
+        return {
+            name: self._shared[name] if name in self._shared else _present(name, array)
+            for name, array in received.items()
+        }
+
+
+def _present(name: str, array: np.ndarray | None) -> np.ndarray:
+    if array is None:
+        raise InvalidResponse(f"output {name!r} is in a shared memory region that this client did not offer")
+    return array
+
+
+def InferOutput(name: str, response: InferResponse, dtype: Any = None) -> np.ndarray:
+    """The output `name` of `response`; raises InvalidRequest when it is missing or, with `dtype`, has another one."""
+    array = response.array(name)
+    if dtype is not None and array.dtype != np.dtype(dtype):
+        raise InvalidRequest(f"output {name!r} is {array.dtype}, not {np.dtype(dtype)}")
+    return array
+
+
+def wire_array(name: str, value: Any) -> np.ndarray:
+    """`value` as a C-ordered array that the wire can carry; raises TypeError naming the input and its dtype."""
+    array = np.asarray(value, order="C")
+    try:
+        datatype = DType.from_numpy(array.dtype).wire
+    except TypeError as error:
+        raise TypeError(f"input {name!r}: {error}") from None
+    if datatype is None:
+        raise TypeError(f"input {name!r}: dtype {array.dtype} has no form on the wire")
+    return array

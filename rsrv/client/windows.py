@@ -1,0 +1,145 @@
+"""The shared memory of one model handle: a region that grows, cut into one window per call in flight.
+
+Not for choosing between shared memory and inline (`rsrv.client.shared`) nor for what lies in a window.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rsrv.core.errors import RegionLimit
+from rsrv.core.shm.owned import OwnedRegion
+
+ALIGNMENT = 64
+_GRANULE = 64 << 10
+
+
+class OutOfSharedMemory(RegionLimit):
+    """This machine, not the server, has no room for a region."""
+
+
+class Registrar(Protocol):
+    """Tells the server about regions; `timeout` is in seconds or None."""
+
+    def register(self, region: OwnedRegion, timeout: float | None) -> None: ...
+
+    def unregister(self, region: OwnedRegion, *, wait: bool) -> None:
+        """Best effort: never raises. Without `wait` it returns at once."""
+
+
+def aligned(n_bytes: int) -> int:
+    """`n_bytes` rounded up to the alignment of tensors in a window."""
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(slots=True, eq=False)
+class _Arena:
+    """A region and the windows of it that are in use, by offset. A retired arena hands out no more windows."""
+
+    region: OwnedRegion
+    live: dict[int, int] = field(default_factory=dict)
+    retired: bool = False
+
+    def take(self, n_bytes: int) -> int | None:
+        """First fit: the offset of a free range, now in use, or None."""
+        end = 0
+        for offset in sorted(self.live):
+            if offset - end >= n_bytes:
+                break
+            end = offset + self.live[offset]
+        if end + n_bytes > self.region.byte_size:
+            return None
+        self.live[end] = n_bytes
+        return end
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """`byte_size` bytes at `offset` of a registered region, owned by one call until it is released."""
+
+    arena: _Arena
+    offset: int
+    byte_size: int
+
+    @property
+    def region(self) -> OwnedRegion:
+        return self.arena.region
+
+
+class WindowPool:
+    """Windows for concurrent calls. Thread safe.
+
+    A pool that nobody closed is unlinked when it is collected, or at exit; never by a forked child.
+    """
+
+    def __init__(self, registrar: Registrar) -> None:
+        self._registrar = registrar
+        self._lock = threading.Lock()
+        self._arenas: list[_Arena] = []  # the last one is current unless it is retired
+        self._closed = False
+
+    def acquire(self, n_bytes: int, timeout: Callable[[], float | None]) -> Window:
+        """A window of `n_bytes`. A region without room is replaced by a larger one, which is registered first.
+
+        Raises OutOfSharedMemory when this machine has no room left, and whatever the registration raises.
+        """
+        n_bytes = max(aligned(n_bytes), ALIGNMENT)
+        outgrown: _Arena | None = None
+        with self._lock:  # also while registering: whoever needs room meanwhile waits for the new region
+            current = self._arenas[-1] if self._arenas and not self._arenas[-1].retired else None
+            offset = current.take(n_bytes) if current else None
+            if current is None or offset is None:
+                grown = self._grow(current, n_bytes, timeout())
+                outgrown, current, offset = current, grown, grown.take(n_bytes)
+                assert offset is not None
+            window = Window(current, offset, n_bytes)
+        if outgrown is not None:
+            self._retire(outgrown)
+        return window
+
+    def release(self, window: Window, *, reusable: bool = True) -> None:
+        """Give `window` back. With `reusable` False its whole region is given up.
+
+        That is for a call whose server may still be writing: a late write must not hit another call's answer.
+        """
+        with self._lock:
+            window.arena.live.pop(window.offset, None)
+            window.arena.retired |= self._closed or not reusable
+        if window.arena.retired:
+            self._retire(window.arena)
+
+    def close(self) -> None:
+        """Unregister and unlink; regions with calls in flight follow when those return. Idempotent."""
+        with self._lock:
+            self._closed = True
+            arenas = tuple(self._arenas)
+        for arena in arenas:
+            self._retire(arena, wait=True)
+
+    def _grow(self, current: _Arena | None, n_bytes: int, timeout: float | None) -> _Arena:
+        wanted = n_bytes + (sum(current.live.values()) + current.region.byte_size // 2 if current else 0)
+        try:
+            region = OwnedRegion.create("client", -(-wanted // _GRANULE) * _GRANULE)
+        except RegionLimit as error:
+            raise OutOfSharedMemory(error.message, hint=error.hint) from None
+        try:
+            self._registrar.register(region, timeout)
+        except BaseException:
+            region.close()
+            raise
+        arena = _Arena(region)
+        self._arenas.append(arena)
+        return arena
+
+    def _retire(self, arena: _Arena, *, wait: bool = False) -> None:
+        """Hand out no more windows of `arena`, and drop it when none is in use."""
+        with self._lock:
+            arena.retired = True
+            if arena.live or arena not in self._arenas:
+                return
+            self._arenas.remove(arena)
+        self._registrar.unregister(arena.region, wait=wait)
+        arena.region.close()
