@@ -1,0 +1,73 @@
+"""Reading the programs of a bundle for an audit: always in a process that may die, never in this one."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rsrv.audit.custom_calls import custom_call_findings
+from rsrv.audit.findings import Finding
+from rsrv.audit.signature import check_signature
+from rsrv.bundle.manifest import Manifest
+from rsrv.bundle.safetensors import WeightsHeader
+from rsrv.core.errors import ProgramError
+from rsrv.runtime.compile_pool import CompilePool
+from rsrv.stablehlo.signature import ProgramReport
+
+PARSE_SECONDS = 120.0
+"""Wall time that parsing one program may take; the largest programs we know take a few seconds."""
+
+
+def bindings_missing() -> str | None:
+    """Why programs cannot be read on this machine, or None when they can."""
+    if importlib.util.find_spec("jaxlib") is None:
+        return "reading programs needs jaxlib, which is not installed (pip install 'rsrv[serve]')"
+    return None
+
+
+@contextmanager
+def parse_pool(pool: CompilePool | None = None) -> Iterator[CompilePool]:
+    """`pool`, which stays open, or one of our own for the time of the block."""
+    if pool is not None:
+        yield pool
+        return
+    with CompilePool(parse_only=True, timeout_seconds=PARSE_SECONDS) as own:
+        yield own
+
+
+def program_findings(
+    file: str,
+    data: bytes,
+    pool: CompilePool,
+    *,
+    manifest: Manifest | None,
+    variant: tuple[int, ...],
+    batch_key: int,
+    weights: WeightsHeader | None,
+) -> list[Finding]:
+    """What is wrong with one program; without a manifest only what can be said of the program alone."""
+    try:
+        report = pool.inspect(data)
+    except ProgramError as error:
+        return [Finding("error", file, f"{file}: {error.message}", rule=error.rule, file=file, hint=error.hint)]
+    findings = [*custom_call_findings(file, report.custom_calls), *_donations(file, report)]
+    if manifest is not None:
+        findings += [
+            Finding("error", file, f"{file} {problem}", rule="B-11", file=file)
+            for problem in check_signature(manifest, variant, batch_key, report, weights)
+        ]
+    return findings
+
+
+def _donations(file: str, report: ProgramReport) -> Iterator[Finding]:
+    if report.donated:
+        listed = ", ".join(map(str, report.donated))
+        yield Finding(
+            "warning",
+            file,
+            f"{file} asks to overwrite its arguments {listed}; servers ignore that, since weights would die with it",
+            rule="B-8",
+            file=file,
+            hint="export again without donate_argnums",
+        )

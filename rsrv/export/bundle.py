@@ -1,0 +1,128 @@
+"""`export_bundle`: one entry for all front ends."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rsrv.core.errors import ExportError
+from rsrv.export.options import Axes, ExportOptions, Precision, checked_batch_sizes
+
+if TYPE_CHECKING:
+    from rsrv.bundle.iospec import IOSpec
+    from rsrv.runtime.compile_pool import CompilePool
+
+
+def export_bundle(
+    frontend: str,
+    *model: Any,
+    dir: str | Path,  # noqa: A002 - the older system's name for it
+    name: str | None = None,
+    batch_sizes: Sequence[int] | None = (1,),
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    input_batch_axes: Axes | None = None,
+    output_batch_axes: Axes | None = None,
+    axis_letters: Mapping[str, str] | None = None,
+    client_inputs: Sequence[IOSpec] | None = None,
+    client_outputs: Sequence[IOSpec] | None = None,
+    hooks: str | Path | None = None,
+    extra_files: Mapping[str, Any] | None = None,
+    matmul_precision: Precision | None = None,
+    platform: str | None = None,
+    stablehlo_version: str | None = None,
+    drop_unused_inputs: bool = False,
+    x64: bool | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    collect_git: bool = True,
+    diff: bool = True,
+    overwrite: bool = False,
+    description: str = "",
+    pool: CompilePool | None = None,
+) -> Path:
+    """Export a model as the bundle `dir` and return its path. Nothing appears there unless every check passed.
+
+    Front ends:
+        ``export_bundle("jax", fn, params, inputs, …)``: ``fn(params, *inputs)`` returns an array, a tuple or list of
+        arrays, or a flat dict (its keys become the output names). `params` is any pytree.
+        ``export_bundle("jax-fn", f, inputs, weights, …)``: ``f(*inputs, *weights)`` with ``weights = [(name, array)]``.
+
+    Programs take ``inputs…, weights…``. Weights are the arrays of `params` that the outputs depend on, depth first in
+    the order in which dicts were written, with dotted 0-based names (``layers.0.kernel``); then the arrays of more than
+    16 elements that the function closes over, ``constant_0``, ``constant_1``, … in order of use.
+
+    Args:
+        dir: where the bundle goes; the directory's name is the model's name.
+        name: must equal the directory's name when given.
+        batch_sizes: one program per size; None: one program without a batch axis, as the examples are.
+        input_names: in order; default ``input``, or ``input_0``, ``input_1``, … A mapping of examples brings its own.
+        output_names: in order; default ``output``, or ``output_0``, …; for a dict: the order of its keys.
+        input_batch_axes: per input, in order or by name; default 0. Negative counts from the end.
+        output_batch_axes: what you expect, None for an unbatched output. They are found by tracing at two batch sizes;
+            a difference from what you expect is an error.
+        axis_letters: tensor name → letters of its axes other than the batch axis, for the manifest.
+        client_inputs, client_outputs: the tensors that clients see when `hooks` transform them.
+        hooks: path or source of ``model.py``.
+        extra_files: name → path or bytes, further files of the bundle.
+        matmul_precision: ``default``, ``high`` or ``highest``, frozen into the programs.
+        platform: what to lower for (``cpu``, ``cuda``); default: the platform that JAX runs on here.
+        stablehlo_version: oldest StableHLO that has to read the programs; default: that of `rsrv.stablehlo`.
+        drop_unused_inputs: leave inputs that no output depends on out of the bundle instead of refusing them.
+        x64: trace in JAX's 64-bit mode or not; default: as JAX is configured in this process (``JAX_ENABLE_X64``), so
+            that the bundle computes what ``jax.jit(fn)`` computes here. Outside of that mode 64-bit inputs are refused
+            and 64-bit parameters narrowed, as JAX narrows them.
+        provenance: further provenance; wins over what is collected.
+        collect_git: record commit, branch and remote of the repository in the current directory.
+        diff: with `collect_git`, keep uncommitted changes as ``working_tree.patch``.
+        overwrite: replace an existing bundle as a whole.
+        description: free text for the manifest.
+        pool: compile pool that parses the programs for the gate; default: one of its own.
+
+    Raises ExportError when the model cannot be exported as it is, BundleError (SignatureMismatch, …) when the finished
+    bundle does not pass the gate.
+    """
+    run = _front_end(frontend)
+    path = Path(dir).absolute()
+    options = ExportOptions(
+        dir=path,
+        name=path.name if name is None else name,
+        batch_sizes=checked_batch_sizes(batch_sizes),
+        input_names=input_names,
+        output_names=output_names,
+        input_batch_axes=input_batch_axes,
+        output_batch_axes=output_batch_axes,
+        axis_letters=dict(axis_letters or {}),
+        client_inputs=client_inputs,
+        client_outputs=client_outputs,
+        hooks=hooks,
+        extra_files=dict(extra_files or {}),
+        matmul_precision=matmul_precision,
+        platform=platform,
+        stablehlo_version=stablehlo_version,
+        drop_unused_inputs=drop_unused_inputs,
+        x64=x64,
+        provenance=dict(provenance or {}),
+        collect_git=collect_git,
+        diff=diff,
+        overwrite=overwrite,
+        description=description,
+        pool=pool,
+    )
+    if len(model) != 3:
+        wanted = {"jax": "fn, params, inputs", "jax-fn": "f, inputs, weights"}[frontend]
+        raise ExportError(f"front end {frontend!r} takes ({wanted}), got {len(model)} arguments")
+    return run(*model, options)
+
+
+def _front_end(name: str) -> Callable[..., Path]:
+    if name not in ("jax", "jax-fn"):
+        close = difflib.get_close_matches(name, ["jax", "jax-fn"], n=1)
+        raise ExportError(
+            f"unknown front end {name!r}; there are jax and jax-fn",
+            hint=f"did you mean {close[0]!r}?" if close else None,
+        )
+    from rsrv.export import jax as frontend
+
+    return frontend.export_jax if name == "jax" else frontend.export_jax_function

@@ -1,0 +1,86 @@
+"""Options that every front end shares, checked once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rsrv.core.errors import ExportError
+
+if TYPE_CHECKING:
+    from rsrv.bundle.iospec import IOSpec
+    from rsrv.runtime.compile_pool import CompilePool
+
+Precision = Literal["default", "high", "highest"]
+Axes = Sequence[int | None] | Mapping[str, int | None]
+
+_PRECISIONS = (None, "default", "high", "highest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """See `rsrv.export.export_bundle` for the meaning of each field."""
+
+    dir: Path
+    name: str
+    batch_sizes: tuple[int, ...] | None = (1,)
+    input_names: Sequence[str] | None = None
+    output_names: Sequence[str] | None = None
+    input_batch_axes: Axes | None = None
+    output_batch_axes: Axes | None = None
+    axis_letters: Mapping[str, str] = field(default_factory=dict)
+    client_inputs: Sequence[IOSpec] | None = None
+    client_outputs: Sequence[IOSpec] | None = None
+    hooks: str | Path | None = None
+    extra_files: Mapping[str, Any] = field(default_factory=dict)
+    matmul_precision: Precision | None = None
+    platform: str | None = None
+    stablehlo_version: str | None = None
+    drop_unused_inputs: bool = False
+    x64: bool | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    collect_git: bool = True
+    diff: bool = True
+    overwrite: bool = False
+    description: str = ""
+    pool: CompilePool | None = None
+
+    def __post_init__(self) -> None:
+        if self.dir.name != self.name:
+            raise ExportError(
+                f"the bundle {self.dir} cannot be named {self.name!r}: a bundle's name is its directory's name"
+            )
+        if self.matmul_precision not in _PRECISIONS:
+            raise ExportError(f"matmul_precision is {self.matmul_precision!r}, want one of {_PRECISIONS}")
+        if self.dir.exists() and not self.overwrite:
+            raise ExportError(f"{self.dir} exists", hint="overwrite=True (or --overwrite) replaces it as a whole")
+
+    @property
+    def programs(self) -> tuple[int, ...]:
+        """The batch keys to write: the batch sizes, or 0 alone for the one program without a batch axis."""
+        return (0,) if self.batch_sizes is None else self.batch_sizes
+
+
+def checked_batch_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+    """`sizes` ascending. Raises ExportError unless they are unique positive integers; None stays None."""
+    if sizes is None:
+        return None
+    values = [_positive(size) for size in sizes]
+    if not values:
+        raise ExportError("batch_sizes is empty", hint="batch_sizes=None exports one program without a batch axis")
+    if len(set(values)) != len(values):
+        raise ExportError(f"batch_sizes {values} repeats a size")
+    return tuple(sorted(values))
+
+
+def _positive(size: object) -> int:
+    try:
+        value = 0 if isinstance(size, bool) else operator.index(size)  # type: ignore[arg-type]
+    except TypeError:
+        value = 0
+    if value < 1:
+        raise ExportError(f"batch size {size!r} is not a positive integer")
+    return value
