@@ -1,0 +1,182 @@
+"""The one sink of all commands: data on stdout, words on stderr, in a human, JSON or quiet form.
+
+Nothing else in rsrv writes to the terminal. Colour and boxes appear on a terminal only, and never with ``NO_COLOR``.
+"""
+
+from __future__ import annotations
+
+import json as _json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rsrv.core.errors import RsrvError
+
+Mode = Literal["human", "json", "quiet"]
+
+_mode: Mode = "human"
+_debug = False
+
+
+def set_mode(mode: Mode) -> None:
+    """Choose the form of everything that follows; `rsrv.cli.main` resets it to "human" for each command line."""
+    global _mode
+    _mode = mode
+
+
+def mode() -> Mode:
+    return _mode
+
+
+def is_json() -> bool:
+    """True when the user asked for JSON, with the global option or the command's own ``--json``."""
+    return _mode == "json"
+
+
+def set_debug(on: bool) -> None:
+    global _debug
+    _debug = on
+
+
+def debug() -> bool:
+    """True when unexpected errors show their traceback: ``--debug`` or ``RSRV_DEBUG=1``."""
+    return _debug or os.environ.get("RSRV_DEBUG", "") not in ("", "0")
+
+
+def _json_requested(value: bool) -> bool:
+    if value:
+        set_mode("json")
+    return value
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", callback=_json_requested)]
+"""Type of a command's own ``--json`` parameter: ``as_json: JsonOption = False``; afterwards `is_json` is true."""
+
+
+def data(text: str) -> None:
+    """Print `text`, the result of a command, on stdout in every mode."""
+    _write(sys.stdout, text)
+
+
+def json(value: Any) -> None:
+    """Print `value` as JSON on stdout in every mode; numpy numbers, paths and dataclasses are understood.
+
+    What JSON has no number for (NaN, infinity) is null.
+    """
+    try:
+        text = _json.dumps(value, indent=2, ensure_ascii=False, default=_plain, allow_nan=False)
+    except ValueError:
+        plain = _json.loads(_json.dumps(value, default=_plain), parse_constant=lambda name: None)
+        text = _json.dumps(plain, indent=2, ensure_ascii=False)
+    _write(sys.stdout, text)
+
+
+def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print `rows` on stdout: a table for people, a list of objects as JSON, the first column alone when quiet."""
+    if _mode == "json":
+        json([dict(zip(columns, row, strict=True)) for row in rows])
+        return
+    cells = [[_cell(value) for value in row] for row in rows]
+    if _mode == "quiet":
+        for line in cells:
+            _write(sys.stdout, line[0])
+    elif sys.stdout.isatty():
+        _rich_table(title, columns, cells)
+    else:
+        _write(sys.stdout, "\n".join([*([title] if title else []), *_aligned([list(columns), *cells])]))
+
+
+def note(text: str) -> None:
+    """Say something that is not the result, on stderr; silent when quiet."""
+    if _mode != "quiet":
+        _write(sys.stderr, text)
+
+
+def warn(text: str) -> None:
+    """Say on stderr, in every mode, that something deserves attention."""
+    _styled("warning: ", "yellow", text)
+
+
+def error(error: RsrvError | str, *, hint: str | None = None) -> None:
+    """Say on stderr what failed and what to do about it; one JSON object in JSON mode."""
+    message = error if isinstance(error, str) else error.message
+    hint = hint or (None if isinstance(error, str) else error.hint)
+    if _mode == "json":
+        facts: dict[str, object] = {"message": message, "hint": hint}
+        if not isinstance(error, str):
+            facts = {"code": error.code.name, "reason": error.reason, **facts}
+        _write(sys.stderr, _json.dumps({"error": facts}, ensure_ascii=False))
+        return
+    _styled("error: ", "bold red", message)
+    if hint:
+        _styled("hint: ", "cyan", hint)
+
+
+# --- how it reaches the terminal ----------------------------------------------------------------------------------
+
+
+def _write(stream: TextIO, text: str) -> None:
+    stream.write(text + "\n")
+    stream.flush()
+
+
+def _styled(label: str, style: str, text: str) -> None:
+    if sys.stderr.isatty():
+        from rich.text import Text
+
+        _console(sys.stderr).print(Text.assemble((label, style), text), soft_wrap=True)
+    else:
+        _write(sys.stderr, label + text)
+
+
+def _console(stream: TextIO) -> Console:
+    from rich.console import Console
+
+    return Console(file=stream, highlight=False, markup=False, emoji=False)
+
+
+def _rich_table(title: str | None, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", header_style="bold")
+    for column in columns:
+        grid.add_column(column, overflow="fold")
+    for row in cells:
+        grid.add_row(*(Text(cell) for cell in row))
+    _console(sys.stdout).print(grid)
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for: dataclasses and paths of ours, scalars and arrays of numpy (by duck typing)."""
+    import dataclasses
+
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)
