@@ -1,0 +1,147 @@
+"""Models for the scheduler's tests: programs are Python functions over arrays, run by the fake device."""
+
+import threading
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+
+from rsrv.bundle.manifest import Manifest
+from rsrv.core.dtypes import DType
+from rsrv.core.tensors import BATCH, VARIABLE, Dim, DimKind, TensorSpec
+from rsrv.runtime.fake import FakeDevice
+from rsrv.serve.scheduler import ServableModel
+from rsrv.serve.weights import WeightSet
+from rsrv.stablehlo.signature import ProgramSignature, tensor_type
+
+LONG = 60.0
+
+
+def spec(name, *axes, dtype=DType.F32):
+    """``spec("x", "n", 3)``: "n" is the batch axis, "?" a variable one, numbers are fixed."""
+    dims = tuple(BATCH if a == "n" else VARIABLE if a == "?" else Dim(DimKind.FIXED, a) for a in axes)
+    letters = "".join("n" if a == "n" else "abcdefgh"[i] for i, a in enumerate(axes))
+    return TensorSpec(name, dtype, dims, letters, axes.index("n") if "n" in axes else None)
+
+
+X = (spec("x", "n", 2),)
+Y = (spec("y", "n", 2),)
+
+
+def signature(inputs, outputs, rows, variant=(), weights=()):
+    sizes = iter(variant)
+    arguments = [
+        tensor_type(s.dtype.stablehlo, s.concrete_shape(rows, [next(sizes) for _ in s.variable_axes])) for s in inputs
+    ]
+    arguments += [tensor_type("f32", np.shape(w)) for w in weights]
+    results = [tensor_type(s.dtype.stablehlo, s.concrete_shape(rows, variant)) for s in outputs]
+    return ProgramSignature(tuple(arguments), tuple(results))
+
+
+def model(
+    device,
+    fn,
+    *,
+    name="m",
+    keys=(1,),
+    inputs=X,
+    outputs=Y,
+    weights=(),
+    variants=((),),
+    incarnation=1,
+    cap=None,
+    fixed_rows=1,
+):
+    """A model whose programs all are `fn(*inputs, *weights) -> [outputs]`; `fixed_rows` is what key 0 takes."""
+    programs = {
+        variant: {
+            key: device.program(fn, signature(inputs, outputs, key or fixed_rows, variant, weights)) for key in keys
+        }
+        for variant in variants
+    }
+    manifest = Manifest(name=name, executable_inputs=tuple(inputs), executable_outputs=tuple(outputs))
+    buffers = tuple(device.put(np.asarray(w, np.float32)) for w in weights)
+    return ServableModel(name, incarnation, manifest, programs, WeightSet(buffers, 0, device), max_batch_size=cap)
+
+
+def paper_model(name="m", keys=(1, 4, 8), **more):
+    """A model that only gets planned, never run."""
+    device = SimpleNamespace(
+        program=lambda fn, signature: SimpleNamespace(signature=signature), put=None, free=lambda buffers: None
+    )
+    return model(device, None, name=name, keys=keys, **more)
+
+
+def rows_of(*values, width=2):
+    """A request of one row for each value, filled with it."""
+    return np.repeat(np.array(values, np.float32)[:, None], width, axis=1)
+
+
+class Clock:
+    """Nanoseconds that pass only when told."""
+
+    def __init__(self):
+        self.ns = 1_000_000_000
+
+    def __call__(self):
+        return self.ns
+
+    def advance(self, seconds):
+        self.ns += round(seconds * 1e9)
+
+
+class Reply:
+    """A `done` callback that can be waited for, and that counts."""
+
+    def __init__(self):
+        self._results = deque()
+        self._event = threading.Event()
+
+    def __call__(self, result):
+        self._results.append(result)
+        self._event.set()
+
+    @property
+    def settled(self):
+        return self._event.is_set()
+
+    def wait(self):
+        assert self._event.wait(LONG), "the request was never settled"
+        assert len(self._results) == 1, "the request was settled more than once"
+        return self._results[0]
+
+    def outputs(self):
+        result = self.wait()
+        if result.error is not None:
+            raise result.error
+        return result.outputs
+
+    def error(self):
+        result = self.wait()
+        assert result.outputs is None
+        return result.error
+
+
+class Gate:
+    """A program that reports when it runs and waits to be let through: ``run(*arrays)`` is handed to `fn` then."""
+
+    def __init__(self, fn):
+        self._fn = fn
+        self._permits = threading.Semaphore(0)
+        self._entered = threading.Semaphore(0)
+        self.calls = []
+
+    def __call__(self, *arrays):
+        self.calls.append([np.array(a) for a in arrays])
+        self._entered.release()
+        assert self._permits.acquire(timeout=LONG), "nobody opened the gate"
+        return self._fn(*arrays)
+
+    def wait_entered(self):
+        assert self._entered.acquire(timeout=LONG), "the program was never run"
+
+    def open(self, n=1):
+        self._permits.release(n)
+
+
+__all__ = ["Clock", "FakeDevice", "Gate", "Reply", "model", "paper_model", "rows_of", "signature", "spec"]
