@@ -1,0 +1,43 @@
+"""``python -m benchmarks [--short] [--json FILE] [CASE …]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from benchmarks import first_light
+from benchmarks.load import pin
+from benchmarks.report import show, write
+from benchmarks.servers import DRIVER_CORE
+
+CASES = {**first_light.CASES}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"all by default: {', '.join(CASES)}")
+    parser.add_argument("--short", action="store_true", help="seconds instead of minutes; the numbers mean little")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON file")
+    arguments = parser.parse_args()
+    unknown = [c for c in arguments.cases if c not in CASES]
+    if unknown:
+        parser.error(f"unknown case {unknown[0]!r}; there are {', '.join(CASES)}")
+    affinity = os.sched_getaffinity(0)
+    measurements = []
+    for name in arguments.cases or CASES:
+        sys.stderr.write(f"{name} …\n")
+        if name in {"request-cost", "large-requests"}:
+            pin(DRIVER_CORE)
+        measurements += list(CASES[name](short=arguments.short))
+        os.sched_setaffinity(0, affinity)
+    show(measurements)
+    path = write(measurements, arguments.out)
+    sys.stderr.write(json.dumps({"written": str(path)}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The processes under measurement: each is pinned to one core, and is ended by pid when its block is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+SERVER_CORE = 0
+DRIVER_CORE = 1
+START_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Server:
+    pid: int
+    grpc_port: int
+    http_port: int | None
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+
+@contextmanager
+def echo_server(threads: int) -> Iterator[Server]:
+    command = [sys.executable, "-m", "benchmarks.echo", str(threads), str(SERVER_CORE)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield Server(process.pid, int(process.stdout.readline()), None)
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait(30)
+
+
+@contextmanager
+def rsrv_server(
+    repo: Path, *, environ: dict[str, str] | None = None, core: int | None = SERVER_CORE
+) -> Iterator[Server]:
+    """`rsrv serve` of `repo` on free ports, waited for until it is ready."""
+    command = [sys.executable, "-m", "rsrv", "serve", str(repo), "--grpc-port", "0", "--http-port", "0"]
+    if core is not None and os.path.exists("/usr/bin/taskset"):
+        command = ["taskset", "-c", str(core), *command]
+    log = (repo / ".server.log").open("w+")
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env={**os.environ, **(environ or {})},
+    )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line:
+            log.seek(0)
+            raise RuntimeError(f"rsrv serve did not start:\n{log.read()[-4000:]}")
+        ports = json.loads(line)
+        server = Server(process.pid, ports["grpc_port"], ports["http_port"])
+        drain = threading.Thread(target=process.stdout.read, daemon=True)
+        drain.start()
+        wait_ready(server)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(60)
+        process.stdout.close()
+        log.close()
+
+
+def wait_ready(server: Server) -> None:
+    import time
+    import urllib.error
+    import urllib.request
+
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/readyz", timeout=5):
+                return
+        except (urllib.error.URLError, OSError) as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not ready after {START_SECONDS} s: {error}") from error
+            time.sleep(0.05)
