@@ -1,0 +1,18 @@
+"""The worker: bring-up, registry, hooks, scheduler, the gRPC and HTTP faces, and stop."""
+
+from rsrv._lazy import attach
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "RunningServer": ".worker",
+        "register_heartbeat": ".observe",
+        "register_meta_model": ".hooks",
+        "register_model": ".hooks",
+        "register_serve_guard": ".observe",
+        "serve": ".app",
+        "serve_worker": ".app",
+        "unregister_heartbeat": ".observe",
+        "unregister_serve_guard": ".observe",
+    },
+)

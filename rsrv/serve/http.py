@@ -1,0 +1,44 @@
+"""The HTTP face of a worker: liveness, readiness with its reason, and metrics. The listener is `rsrv.rpc.http`'s."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+
+from rsrv.rpc.http import HttpAnswer
+from rsrv.serve.lifecycle import Lifecycle
+from rsrv.serve.metrics import CONTENT_TYPE, WorkerMetrics
+
+Handler = Callable[[], HttpAnswer]
+
+
+def http_routes(lifecycle: Lifecycle, metrics: WorkerMetrics) -> Mapping[tuple[str, str], Handler]:
+    def live() -> HttpAnswer:
+        return HttpAnswer(200, "ok")
+
+    def ready() -> HttpAnswer:
+        now = lifecycle.readiness()
+        body = {
+            "ready": now.ready,
+            "state": now.state,
+            "phase": now.phase,
+            "reason": now.reason,
+            "progress": {
+                "models": now.progress.total,
+                "prepared": now.progress.prepared,
+                "failed": now.progress.failed,
+            },
+        }
+        return HttpAnswer(200 if now.ready else 503, json.dumps(body).encode() + b"\n", "application/json")
+
+    def exposition() -> HttpAnswer:
+        return HttpAnswer(200, metrics.text(), CONTENT_TYPE)
+
+    return {
+        ("GET", "/healthz"): live,
+        ("GET", "/livez"): live,
+        ("GET", "/v2/health/live"): live,
+        ("GET", "/readyz"): ready,
+        ("GET", "/v2/health/ready"): ready,
+        ("GET", "/metrics"): exposition,
+    }

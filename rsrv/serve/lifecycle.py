@@ -1,0 +1,59 @@
+"""The state of one server (starting, serving, stopping, …) and the answer to "are you ready, and if not, why?"."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from rsrv.serve.registry import Progress, ReadyWhen, Registry
+
+State = Literal["starting", "serving", "stopping", "stopped", "failed"]
+STATES: tuple[State, ...] = ("starting", "serving", "stopping", "stopped", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """`phase` says what the server does now, `reason` why it is not ready ("" when it is)."""
+
+    ready: bool
+    state: State
+    phase: str
+    reason: str
+    progress: Progress
+
+
+class Lifecycle:
+    """Thread safe. `on_change` is called after every change of state."""
+
+    def __init__(self, registry: Registry, ready_when: ReadyWhen) -> None:
+        self._registry = registry
+        self._ready_when = ready_when
+        self._lock = threading.Lock()
+        self._state: State = "starting"
+        self.phase = "device"
+        self.on_change: Callable[[], None] = lambda: None
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def enter(self, state: State, *, only_from: tuple[State, ...] = STATES) -> bool:
+        """Change the state; False (and no change) when it is not one of `only_from`."""
+        with self._lock:
+            if self._state not in only_from:
+                return False
+            self._state = state
+            if state != "starting":
+                self.phase = state
+        self.on_change()
+        return True
+
+    def readiness(self) -> Readiness:
+        state = self._state
+        if state in ("starting", "serving"):
+            reason = self._registry.waiting_for(self._ready_when)
+        else:
+            reason = f"the server is {state}"
+        return Readiness(not reason, state, self.phase, reason, self._registry.progress())

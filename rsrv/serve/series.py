@@ -1,0 +1,106 @@
+"""Every series that a worker exports, as a table: `metrics` fills it, the documentation is checked against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PREFIX = "rsrv_worker_"
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric: its name without the prefix, its labels beside `worker` and `gpu`, and its help."""
+
+    name: str
+    type: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
+    help: str
+
+
+SERIES = {
+    series.name: series
+    for series in (
+        Series(
+            "info",
+            "gauge",
+            ("device_ordinal", "platform", "control_mode", "discipline", "residency_mode"),
+            "Always 1; the labels identify the worker.",
+        ),
+        Series("state", "gauge", ("state",), "1 for the state that the worker is in."),
+        Series("models_loaded", "gauge", (), "Models that are prepared."),
+        Series("models_resident", "gauge", (), "Models whose weights are on the device."),
+        Series("resident_weight_bytes", "gauge", (), "Bytes of weights on the device."),
+        Series("model_state", "gauge", ("model", "state"), "1 for the state that the model is in."),
+        Series("model_incarnation", "gauge", ("model",), "Number of the load that serves the model."),
+        Series("model_resident", "gauge", ("model",), "1 when the model's weights are on the device."),
+        Series("model_weight_bytes", "gauge", ("model",), "Bytes of the model's weights."),
+        Series(
+            "model_max_batch_size",
+            "gauge",
+            ("model",),
+            "Most rows that requests are merged to; 1 or less = never merged.",
+        ),
+        Series(
+            "requests_total",
+            "counter",
+            ("model", "status"),
+            "ModelInfer calls by gRPC status; _unknown = the model is not registered, or the call was shed unread.",
+        ),
+        Series("request_latency_seconds", "histogram", ("model",), "From the arrival of a ModelInfer to its answer."),
+        Series(
+            "stage_seconds",
+            "histogram",
+            ("model", "stage"),
+            "Where the time of answered requests went; run = upload, execution and download.",
+        ),
+        Series("inflight_requests", "gauge", (), "ModelInfer calls being handled."),
+        Series("max_concurrent_requests", "gauge", (), "Most ModelInfer calls that are handled at a time."),
+        Series("requests_shed_total", "counter", (), "ModelInfer calls refused at that limit."),
+        Series("dispatch_total", "counter", ("model",), "Executions."),
+        Series(
+            "compute_seconds_total",
+            "counter",
+            ("model",),
+            "Seconds of upload, execution and download; its rate is the use of the device.",
+        ),
+        Series(
+            "requests_served_total",
+            "counter",
+            ("model",),
+            "Requests that executions served; per dispatch: how many were merged.",
+        ),
+        Series(
+            "rows_served_total",
+            "counter",
+            ("model",),
+            "Rows that executions served; per dispatch: the effective batch.",
+        ),
+        Series("padding_rows_total", "counter", ("model",), "Rows that were computed for nobody."),
+        Series(
+            "dispatches_by_batch_size_total",
+            "counter",
+            ("model", "batch_size"),
+            "Executions by compiled batch size; 0 = a program without one.",
+        ),
+        Series("queue_depth", "gauge", ("model",), "Requests that wait."),
+        Series(
+            "queue_wait_seconds", "gauge", ("model", "quantile"), "Wait before the launch, over the last 1024 requests."
+        ),
+        Series("dispatch_errors_total", "counter", ("model", "reason"), "Executions that failed."),
+        Series(
+            "requests_dropped_total",
+            "counter",
+            ("model", "reason"),
+            "Requests that were accepted or offered and never ran.",
+        ),
+        Series("hook_threads_lost_total", "counter", (), "Threads written off because a hook did not return in time."),
+        Series("shm_regions", "gauge", (), "Shared-memory regions that clients have registered."),
+        Series("shm_region_bytes", "gauge", (), "Bytes of those regions."),
+        Series("device_memory_in_use_bytes", "gauge", (), "Bytes that the device's allocator has handed out."),
+        Series("device_memory_peak_in_use_bytes", "gauge", (), "The most it ever had handed out."),
+        Series("device_memory_limit_bytes", "gauge", (), "Bytes that it may hand out."),
+        Series("device_memory_free_bytes", "gauge", (), "The difference of limit and use."),
+    )
+}
+"""By name, in the order of the exposition."""

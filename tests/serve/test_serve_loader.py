@@ -1,0 +1,186 @@
+"""What becomes of bundles: names, allowlists, duplicates, what is not supported yet, and how failures are kept."""
+
+import shutil
+import threading
+
+import numpy as np
+import pytest
+from support.bundles import N, specs, write_affine, write_model
+
+from rsrv.bundle.writer import write_bundle
+from rsrv.core.config import BundlesConfig, EndpointsConfig, HooksConfig, RuntimeConfig, ServerConfig
+from rsrv.runtime import CompilePool, open_device
+from rsrv.serve.loader import DigestWatch, Loader
+from rsrv.serve.registry import ModelState, Registry
+from rsrv.serve.scheduler import Scheduler
+
+
+class World:
+    """A loader over real parts, on the CPU; compiling is for the pool's one process."""
+
+    def __init__(self, pool, device):
+        self.pool, self.device = pool, device
+        self.stopping = threading.Event()
+        self.phases = []
+        self.loaders = []
+
+    def load(self, *dirs, **sections):
+        self.registry = Registry()
+        self.scheduler = Scheduler(self.device)
+        self.loaders.append((self.scheduler, loader := Loader(
+            config=ServerConfig(model_dirs=[str(d) for d in dirs], endpoints=EndpointsConfig(grpc_port=0), **sections),
+            registry=self.registry, scheduler=self.scheduler, device=self.device, pool=self.pool,
+            stopping=self.stopping, on_phase=self.phases.append)))  # fmt: skip
+        loader.load_all()
+        return {entry.name: entry for entry in self.registry.entries()}
+
+    def close(self):
+        for scheduler, loader in self.loaders:
+            scheduler.stop()
+            loader.free()
+
+
+@pytest.fixture(scope="module")
+def parts():
+    with CompilePool() as pool:
+        device = open_device("cpu")
+        yield pool, device
+        device.close()
+
+
+@pytest.fixture
+def world(parts):
+    world = World(*parts)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def affine(tmp_path_factory):
+    return write_affine(tmp_path_factory.mktemp("affine") / "affine", batch_sizes=(1, 4))
+
+
+def copy(affine, to, hooks=None):
+    shutil.copytree(affine, to)
+    if hooks is not None:
+        (to / "model.py").write_text(hooks)
+    return to
+
+
+def edit(bundle, old, new):
+    text = (bundle / "manifest.yaml").read_text()
+    assert old in text
+    (bundle / "manifest.yaml").write_text(text.replace(old, new))
+
+
+def test_a_bundle_becomes_a_model_with_its_programs_and_weights(world, affine):
+    entries = world.load(affine.parent)
+    assert entries["affine"].state is ModelState.READY
+    model = entries["affine"].prepared.model
+    assert model.batch_keys(()) == (1, 4)
+    assert model.weights.nbytes == 24
+    assert world.phases == ["load", "compile 0/1", "compile 1/1"]
+    results, got = [], threading.Event()
+    world.scheduler.start()
+    x = np.float32([[1, 2, 3], [4, 5, 6]])
+    world.scheduler.submit(model, {"x": x}, 2, (), 0, lambda result: (results.append(result), got.set()))
+    assert got.wait(60)
+    np.testing.assert_array_equal(results[0].outputs["y"], x * 2 + 1)
+
+
+def test_the_first_of_two_bundles_of_one_name_wins(world, affine, tmp_path, caplog):
+    other = write_affine(tmp_path / "affine", scale=5, batch_sizes=(1,))
+    entries = world.load(affine.parent, other.parent)
+    assert list(entries) == ["affine"]
+    assert entries["affine"].path == affine
+    assert f"reason=duplicate_name path={other} first={affine}" in caplog.text
+
+
+def test_an_allowlist_decides_what_is_even_opened(world, affine, tmp_path, caplog):
+    copy(affine, tmp_path / "a")
+    copy(affine, tmp_path / "b")
+    (tmp_path / "b" / "manifest.yaml").write_text("not: [a bundle")
+    assert list(world.load(tmp_path, models_include=["a", "c"])) == ["a"]
+    assert "names=c" in caplog.text
+
+
+def test_an_empty_repository_is_a_warning(world, tmp_path, caplog):
+    assert world.load(tmp_path) == {}
+    assert "no model bundles found" in caplog.text
+    assert world.registry.waiting_for("all") == "no model is registered"
+
+
+def test_what_is_not_supported_yet_fails_with_these_words(world, affine, tmp_path):
+    bundle = copy(affine, tmp_path / "process", "def preprocess(inputs): return inputs\n")
+    edit(bundle, "axis_order", "hooks: {mode: process, processes: 2}\naxis_order")
+    tensor = specs({"x": ((N, 3), np.float32)})
+    write_bundle(
+        tmp_path / "dynamic",
+        name="dynamic",
+        executable_inputs=tensor,
+        executable_outputs=tensor,
+        modules={0: (affine / "model.b1.mlir").read_bytes()},
+        weights=[],
+        dynamic_batch_sizes=[1, 4],
+    )
+    entries = world.load(tmp_path)
+    assert {name: entry.reason for name, entry in entries.items()} == {
+        "dynamic": "manifest: model 'dynamic' has batching.dynamic: true, which is not supported yet",
+        "process": "manifest: model 'process' has hooks.mode: process, which is not supported yet",
+    }
+
+
+def test_hooks_are_run_once_per_load_and_only_where_they_are_allowed(world, affine, tmp_path):
+    marker = tmp_path / "ran"
+    text = f"with open({str(marker)!r}, 'a') as file: file.write('x')\ndef preprocess(inputs): return inputs\n"
+    copy(affine, tmp_path / "repo" / "m", text)
+    entry = world.load(tmp_path / "repo", hooks=HooksConfig(allow=False))["m"]
+    assert entry.reason.startswith(f"hooks: {tmp_path / 'repo' / 'm' / 'model.py'}: the bundle has hooks")
+    assert not marker.exists()
+    entry = world.load(tmp_path / "repo", hooks=HooksConfig(timeout_seconds=3))["m"]
+    assert entry.state is ModelState.READY
+    assert entry.prepared.hook_timeout == 3
+    assert marker.read_text() == "x"
+
+
+def test_a_manifests_own_hook_timeout_wins(world, affine, tmp_path):
+    bundle = copy(affine, tmp_path / "m", "def preprocess(inputs): return inputs\n")
+    edit(bundle, "axis_order", "hooks: {timeout_seconds: 0.5}\naxis_order")
+    assert world.load(tmp_path, hooks=HooksConfig(timeout_seconds=3))["m"].prepared.hook_timeout == 0.5
+
+
+def test_strict_digests_refuse_what_programs_only_reports(world, affine, tmp_path, caplog):
+    bundle = copy(affine, tmp_path / "m")
+    (bundle / "vocab.txt").write_text("new")
+    entry = world.load(tmp_path, bundles=BundlesConfig(digests="strict"))["m"]
+    assert entry.reason.startswith("digests: bundle 'm': vocab.txt is not listed in files")
+    entry = world.load(tmp_path)["m"]
+    assert entry.state is ModelState.READY
+    DigestWatch(world.registry, world.stopping).run()
+    assert world.registry.get("m").modified == ("vocab.txt",)
+    assert "model modified name=m files=vocab.txt" in caplog.text
+
+
+def test_weights_may_be_mapped(world, affine):
+    entry = world.load(affine.parent, runtime=RuntimeConfig(map_weights=True))["affine"]
+    assert entry.prepared.model.weights.nbytes == 24
+
+
+def test_once_stopping_nothing_more_is_prepared_and_nothing_is_called_failed(world, affine):
+    world.stopping.set()
+    entry = world.load(affine.parent)["affine"]
+    assert entry.state is ModelState.PREPARING
+
+
+def test_a_model_whose_rows_cannot_be_padded_takes_its_compiled_sizes_only(world, tmp_path):
+    write_model(
+        tmp_path / "sum",
+        lambda x: (x.sum(),),
+        {"x": ((N, 3), np.float32)},
+        {"total": ((), np.float32)},
+        batch_sizes=(2, 4),
+    )
+    prepared = world.load(tmp_path)["sum"].prepared
+    assert prepared.rows.plan({"x": np.zeros((4, 3))}) == (4, ())
+    with pytest.raises(Exception, match="exactly 2 or 4"):
+        prepared.rows.plan({"x": np.zeros((3, 3))})
