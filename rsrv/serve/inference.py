@@ -24,6 +24,7 @@ from rsrv.core.errors import (
     ServerStopping,
     Shed,
 )
+from rsrv.core.shm.tensor import RegionTensor, Tensor
 from rsrv.core.wire import RequestMessage, encode_response, parse_request
 from rsrv.serve import observe
 from rsrv.serve.hook_pool import HookPool, Job
@@ -200,7 +201,7 @@ class _Request:
         prepared = self.prepared = server.registry.prepared(name)
         self.counters = server.counters.model(name)
         message.check_version()
-        tensors = message.tensors(server.regions)
+        tensors = message.unread_tensors(server.regions)
         self.deadline_ns = _earliest(message.deadline_ns(self.started_ns), call.deadline_ns)
         inputs = prepared.inputs.tensors(tensors)
         self._keep_outputs(message, prepared)
@@ -214,7 +215,7 @@ class _Request:
         if prepared.hooks.preprocess is None:
             self._submit(inputs)
         else:
-            self._run_hook("preprocess", inputs, self._preprocessed)
+            self._run_hook("preprocess", read_all(inputs), self._preprocessed)
 
     def _keep_outputs(self, message: RequestMessage, prepared: Prepared) -> None:
         self.id = message.id
@@ -267,7 +268,7 @@ class _Request:
 
     # --- between preprocess and postprocess -----------------------------------------------------------------------
 
-    def _submit(self, inputs: Arrays) -> None:
+    def _submit(self, inputs: Mapping[str, Tensor]) -> None:
         prepared = self.prepared
         rows, variant = prepared.rows.plan(inputs)
         self.rows = rows
@@ -394,6 +395,11 @@ class _Request:
 
 def _times(result: Result) -> dict[str, bool | int | float | str]:
     return {"rsrv_queue_ns": result.queue_ns, "rsrv_compute_ns": result.compute_ns, "rsrv_batch": result.batch_key}
+
+
+def read_all(inputs: Mapping[str, Tensor]) -> Arrays:
+    """The inputs as arrays, for user code."""
+    return {name: tensor.read() if isinstance(tensor, RegionTensor) else tensor for name, tensor in inputs.items()}
 
 
 def _earliest(a: int, b: int) -> int:

@@ -13,7 +13,8 @@ import numpy as np
 
 from rsrv.core.dtypes import DType
 from rsrv.core.errors import InvalidRequest
-from rsrv.core.tensors import DimKind, NamedTensor, OutputTarget, TensorSpec
+from rsrv.core.shm.tensor import Tensor
+from rsrv.core.tensors import DimKind, OutputTarget, TensorSpec
 
 Variant = tuple[int, ...]
 
@@ -49,18 +50,17 @@ class TensorCheck:
         }
         self._batched = tuple((spec.name, spec.batch_axis) for spec in specs if spec.batch_axis is not None)
 
-    def tensors(self, tensors: Iterable[NamedTensor]) -> dict[str, np.ndarray]:
-        """The arrays by name. Raises InvalidRequest for what `arrays` refuses, and for a name that comes twice."""
-        result: dict[str, np.ndarray] = {}
-        for tensor in tensors:
-            name = tensor.name
+    def tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors by name. Raises InvalidRequest for what `arrays` refuses, and for a name that comes twice."""
+        result: dict[str, Tensor] = {}
+        for name, tensor in tensors:
             if name in result:
                 raise InvalidRequest(f"{self._what} {name!r} of model {self._model!r} is given twice")
-            result[name] = tensor.data
+            result[name] = tensor
         self.arrays(result)
         return result
 
-    def arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def arrays(self, arrays: Mapping[str, Tensor]) -> None:
         """Raises InvalidRequest unless exactly the declared tensors are there, each as declared."""
         table = self._table
         for name, array in arrays.items():
@@ -83,7 +83,7 @@ class TensorCheck:
         if len(self._batched) > 1:
             self._require_one_row_count(arrays)
 
-    def _require_one_row_count(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def _require_one_row_count(self, arrays: Mapping[str, Tensor]) -> None:
         first, axis = self._batched[0]
         rows = arrays[first].shape[axis]
         for name, axis in self._batched[1:]:
@@ -93,7 +93,7 @@ class TensorCheck:
                     f"{first!r} has {rows}, {name!r} has {arrays[name].shape[axis]} (axis {axis})"
                 )
 
-    def _mismatch(self, declared: _Declared, problem: str, array: np.ndarray) -> InvalidRequest:
+    def _mismatch(self, declared: _Declared, problem: str, array: Tensor) -> InvalidRequest:
         shape = ",".join(map(str, array.shape))
         return InvalidRequest(
             f"{self._what} {declared.spec.name!r} of model {self._model!r} {problem}; "
@@ -138,7 +138,7 @@ class RowCheck:
         self._variable = tuple((s.name, axis) for s in specs for axis in s.variable_axes)
         self._labels = tuple(f"{s.name}.{s.letters[axis]}" for s in specs for axis in s.variable_axes)
 
-    def plan(self, inputs: Mapping[str, np.ndarray]) -> tuple[int, Variant]:
+    def plan(self, inputs: Mapping[str, Tensor]) -> tuple[int, Variant]:
         """Rows and variant of checked executable inputs. Raises InvalidRequest when nothing is compiled for them."""
         variant: Variant = ()
         if self._variable:

@@ -8,8 +8,9 @@ import pytest
 from sched_support import paper_model, rows_of, spec
 
 from rsrv.core.dtypes import DType
-from rsrv.core.errors import DeviceError
+from rsrv.core.errors import DeviceError, UnregisteredRegion
 from rsrv.core.memory import address, aligned_empty
+from rsrv.core.shm import OwnedRegion, RegionRegistry, RegionTensor
 from rsrv.core.staging import StagingPool
 from rsrv.serve.scheduler import batch
 from rsrv.serve.scheduler.batch import split, stage
@@ -95,6 +96,66 @@ def test_each_input_is_merged_along_its_own_batch_axis(pool, no_small):
         padding = declared.concrete_shape(2)
         expected = np.concatenate([*(r[declared.name] for r in requests), np.zeros(padding, np.float32)], axis)
         assert np.array_equal(array, expected), declared.name
+
+
+@pytest.fixture
+def in_region():
+    """Makes a tensor whose bytes are in a registered shared-memory region, 64 bytes from its start."""
+    registry, owned = RegionRegistry(), []
+
+    def put(array):
+        region = OwnedRegion.create("batch", 64 + array.nbytes)
+        owned.append(region)
+        region.view[64 : 64 + array.nbytes] = array.tobytes()
+        registry.register(region.name, region.key, 0, region.byte_size)
+        return RegionTensor(registry, region.name, 64, array.nbytes, array.dtype, array.shape)
+
+    put.registry = registry
+    yield put
+    registry.close()
+    for region in owned:
+        region.close()
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_rows_come_straight_from_shared_memory_beside_inline_ones(pool, in_region, large):
+    width = 2000 if large else 2
+    m = paper_model(inputs=[spec("x", "n", width), spec("s", width, "n")])
+
+    def request(*values):
+        rows = rows_of(*values, width=width)
+        return {"x": rows, "s": np.ascontiguousarray(-rows.T)}
+
+    requests = [request(1, 2), request(3), request(4)]
+    shared = [{name: in_region(array) for name, array in requests[0].items()}, requests[1]]
+    shared.append({"x": in_region(requests[2]["x"]), "s": requests[2]["s"]})
+    (x, s), _, _ = staged_arrays(m, shared, 8, pool)
+    assert np.array_equal(x, np.vstack([rows_of(1, 2, 3, 4, width=width), np.zeros((4, width))]))
+    assert np.array_equal(s, -x.T)
+
+
+def test_one_request_in_shared_memory_that_fits_is_read_into_an_aligned_block(pool, in_region):
+    m = paper_model(inputs=[spec("x", "n", 2000)])
+    rows = rows_of(1, 2, 3, 4, width=2000)
+    (x,), blocks, aliased = staged_arrays(m, [{"x": in_region(rows)}], 4, pool)
+    assert np.array_equal(x, rows)
+    assert (blocks, aliased) == (1, [True])
+
+
+def test_bytes_other_than_0_and_1_of_a_bool_in_shared_memory_are_true(pool, in_region):
+    tensor = in_region(np.array([[0, 1], [2, 255]], np.uint8))
+    tensor.dtype = np.dtype(np.bool_)
+    target = np.empty((2, 2), np.bool_)
+    tensor.read_into(target)
+    assert target.view(np.uint8).tolist() == tensor.read().view(np.uint8).tolist() == [[0, 1], [1, 1]]
+
+
+def test_a_region_that_went_away_fails_the_staging_and_gives_the_blocks_back(pool, in_region):
+    m = paper_model(inputs=[spec("x", "n", 2000)])
+    gone = in_region(rows_of(2, width=2000))
+    in_region.registry.unregister("")
+    with pytest.raises(UnregisteredRegion):
+        stage(m, tickets(m, {"x": rows_of(1, width=2000)}, {"x": gone}), 4, pool)
 
 
 def filled(array):

@@ -3,7 +3,7 @@ import pytest
 
 from rsrv.core.dtypes import DType
 from rsrv.core.errors import InvalidRequest
-from rsrv.core.tensors import BATCH, VARIABLE, Dim, DimKind, NamedTensor, OutputTarget, TensorSpec
+from rsrv.core.tensors import BATCH, VARIABLE, Dim, DimKind, OutputTarget, TensorSpec
 from rsrv.serve.validate import OutputCheck, RowCheck, RowSizes, TensorCheck
 
 
@@ -18,11 +18,11 @@ SCALAR = TensorSpec("t", DType.I32, (), "", None)
 
 
 def x(rows=1, dtype=np.float32, columns=3):
-    return NamedTensor("x", np.zeros((rows, columns), dtype))
+    return ("x", np.zeros((rows, columns), dtype))
 
 
 def mask(rows=1):
-    return NamedTensor("mask", np.zeros((2, rows), np.bool_))
+    return ("mask", np.zeros((2, rows), np.bool_))
 
 
 CHECK = TensorCheck([X, MASK], model="m")
@@ -33,25 +33,25 @@ def test_a_sound_request_comes_back_as_arrays_by_name_and_any_batch_extent_is_ac
         tensors = [mask(rows), x(rows)]
         arrays = CHECK.tensors(tensors)
         assert list(arrays) == ["mask", "x"]
-        assert arrays["x"] is tensors[1].data
+        assert arrays["x"] is tensors[1][1]
 
 
 @pytest.mark.parametrize(
     ("tensors", "text"),
     [
-        ([x(), mask(), NamedTensor("y", np.zeros(1))], r"model 'm' has no input 'y'; it has: x, mask"),
+        ([x(), mask(), ("y", np.zeros(1))], r"model 'm' has no input 'y'; it has: x, mask"),
         (
             [x(dtype=np.int32), mask()],
             r"'x' of model 'm' has datatype INT32; declared f32\[n,3\], got i32\[1,3\]",
         ),
-        ([NamedTensor("x", np.zeros(3, np.float32)), mask()], r"'x' of model 'm' has rank 1; declared f32\[n,3\]"),
+        ([("x", np.zeros(3, np.float32)), mask()], r"'x' of model 'm' has rank 1; declared f32\[n,3\]"),
         ([x(columns=4), mask()], r"'x' of model 'm' has extent 4 at axis 1, wanted 3; declared .*, got f32\[1,4\]"),
         ([x()], r"input 'mask' of model 'm' is missing"),
         ([], r"input 'x', 'mask' of model 'm' is missing"),
         ([x(), x(), mask()], r"input 'x' of model 'm' is given twice"),
         ([x(2), mask(3)], r"disagree on the number of rows: 'x' has 2, 'mask' has 3 \(axis 1\)"),
-        ([NamedTensor("x", np.zeros((1, 3), ">f4")), mask()], r"has datatype >f4"),
-        ([NamedTensor("x", np.zeros((1, 3), "S4")), mask()], r"has datatype \|S4.*got \|S4\[1,3\]"),
+        ([("x", np.zeros((1, 3), ">f4")), mask()], r"has datatype >f4"),
+        ([("x", np.zeros((1, 3), "S4")), mask()], r"has datatype \|S4.*got \|S4\[1,3\]"),
     ],
 )
 def test_a_bad_request_is_refused_by_name_value_and_what_was_wanted(tensors, text):
@@ -62,9 +62,9 @@ def test_a_bad_request_is_refused_by_name_value_and_what_was_wanted(tensors, tex
 
 def test_scalars_and_empty_lists_are_checked_too():
     scalar = TensorCheck([SCALAR], model="m")
-    assert scalar.tensors([NamedTensor("t", np.array(3, np.int32))])["t"].shape == ()
+    assert scalar.tensors([("t", np.array(3, np.int32))])["t"].shape == ()
     with pytest.raises(InvalidRequest, match=r"has rank 1; declared i32\[\]"):
-        scalar.tensors([NamedTensor("t", np.zeros(1, np.int32))])
+        scalar.tensors([("t", np.zeros(1, np.int32))])
     assert TensorCheck([], model="m").tensors([]) == {}
     with pytest.raises(InvalidRequest, match=r"it has: \(none\)"):
         TensorCheck([], model="m").tensors([x()])

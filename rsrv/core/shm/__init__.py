@@ -13,6 +13,8 @@ __getattr__, __dir__, __all__ = attach(
         "Region": ".registry",
         "RegionRegistry": ".registry",
         "RegionStatus": ".registry",
+        "RegionTensor": ".tensor",
+        "Tensor": ".tensor",
         "same_ipc_namespace": ".objects",
     },
 )

@@ -72,6 +72,19 @@ class Region:
         """Fill `buffer` (writable, contiguous) from `offset` on."""
         target = _flat(buffer)
         self.check(offset, len(target))
+        self._fill(offset, target)
+
+    def read(self, offset: int, n: int) -> np.ndarray:
+        """A copy of `n` bytes from `offset` on: uint8, 64-byte aligned. Nothing is allocated for a window outside."""
+        self.check(offset, n)
+        try:
+            block = aligned_empty(n, np.uint8)
+        except (MemoryError, ValueError):
+            raise RegionLimit(f"no memory for {n} bytes of shared memory region {self.name!r}") from None
+        self._fill(offset, _flat(block.data))
+        return block
+
+    def _fill(self, offset: int, target: memoryview) -> None:
         start, done = self.base + offset, 0
         while done < len(target):
             got = os.preadv(self.fd, [target[done : done + _STEP]], start + done)
@@ -233,13 +246,7 @@ class RegionRegistry:
     def read(self, name: str, offset: int, n: int) -> np.ndarray:
         """A copy of `n` bytes at `offset` of the region: uint8, 64-byte aligned. Raises as `check`, and RegionLimit."""
         with self.lease(name) as region:
-            region.check(offset, n)
-            try:
-                block = aligned_empty(n, np.uint8)
-            except (MemoryError, ValueError):
-                raise RegionLimit(f"no memory for {n} bytes of shared memory region {name!r}") from None
-            region.read_into(offset, block.data)
-        return block
+            return region.read(offset, n)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` of the region on. Raises as `check`."""

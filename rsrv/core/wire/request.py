@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
 from rsrv.core.errors import InvalidRequest, UnknownModel
+from rsrv.core.shm.tensor import RegionTensor, Tensor
 from rsrv.core.tensors import InferRequest, NamedTensor, OutputTarget
 from rsrv.core.wire.headers import InputHeader, RequestedOutput, read_input, read_requested
 from rsrv.core.wire.parameters import ParameterValue, absolute_deadline_ns, read_parameters
@@ -72,11 +72,21 @@ class RequestMessage:
         Raises InvalidRequest, UnregisteredRegion or RegionLimit; `regions` is None where shared memory is switched off.
         """
         tensors = []
+        for name, tensor in self.unread_tensors(regions):
+            try:
+                tensors.append(NamedTensor(name, tensor.read() if isinstance(tensor, RegionTensor) else tensor))
+            except InvalidRequest as error:
+                raise _about(name, error) from None
+        return tensors
+
+    def unread_tensors(self, regions: RegionRegistry | None) -> list[tuple[str, Tensor]]:
+        """The inputs with their names, those in shared memory checked but not yet read. Raises as `tensors`."""
+        tensors = []
         for header, data in zip(self.inputs, self._raw_by_input(), strict=True):
             try:
-                tensors.append(NamedTensor(header.name, _array(header, data, regions)))
+                tensors.append((header.name, _tensor(header, data, regions)))
             except InvalidRequest as error:
-                raise InvalidRequest(f"input {header.name!r}: {error.message}", hint=error.hint) from None
+                raise _about(header.name, error) from None
         return tensors
 
     def _raw_by_input(self) -> list[memoryview | None]:
@@ -182,15 +192,19 @@ _input = lru_cache(_MEMO_ENTRIES)(_parse_input)
 _output = lru_cache(_MEMO_ENTRIES)(_parse_output)
 
 
-def _array(header: InputHeader, data: memoryview | None, regions: RegionRegistry | None) -> np.ndarray:
+def _about(name: str, error: InvalidRequest) -> InvalidRequest:
+    return InvalidRequest(f"input {name!r}: {error.message}", hint=error.hint)
+
+
+def _tensor(header: InputHeader, data: memoryview | None, regions: RegionRegistry | None) -> Tensor:
     """Shared memory goes before raw contents, raw before typed ones."""
     target = header.region
     if target is not None:
         if regions is None:
             raise InvalidRequest("shared memory is switched off on this server")
-        sized_layout(header.datatype, header.shape, target.byte_size)
-        block = regions.read(target.region, target.offset, target.byte_size)
-        return from_bytes(block.data.toreadonly(), header.datatype, header.shape)
+        plan = sized_layout(header.datatype, header.shape, target.byte_size)
+        regions.check(target.region, target.offset, target.byte_size)
+        return RegionTensor(regions, target.region, target.offset, target.byte_size, plan.numpy, header.shape)
     if data is not None:
         if header.contents is not None and header.contents.ListFields():
             raise InvalidRequest("has both raw and typed contents; a request uses one kind")

@@ -7,14 +7,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from rsrv.core.errors import DeadlineExceeded, ModelUnloaded, QueueFull
 from rsrv.serve.scheduler.batch import Batch
 from rsrv.serve.scheduler.plan import Variant, fitting_key
 from rsrv.serve.scheduler.queue import Dropped, ModelQueue, Result, Ticket, select
 
 if TYPE_CHECKING:
+    from rsrv.core.shm.tensor import Tensor
     from rsrv.serve.scheduler.model import ServableModel
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class Backlog:
     def accept(
         self,
         model: ServableModel,
-        inputs: Mapping[str, np.ndarray],
+        inputs: Mapping[str, Tensor],
         rows: int,
         variant: Variant,
         deadline_ns: int,

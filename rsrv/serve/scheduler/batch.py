@@ -11,6 +11,7 @@ import numpy as np
 
 from rsrv.core.errors import DeviceError, RsrvError
 from rsrv.core.memory import ALIGNMENT, address
+from rsrv.core.shm.tensor import RegionTensor, Tensor
 from rsrv.core.staging import StagingPool
 from rsrv.core.tensors import TensorSpec
 from rsrv.serve.scheduler.queue import ModelQueue, Ticket
@@ -93,6 +94,8 @@ def stage(model: ServableModel, tickets: Sequence[Ticket], batch_key: int, pool:
             if len(tickets) > 1 or first.shape != shape:
                 assert axis is not None, f"input {name!r} has no batch axis, so requests cannot be merged"
                 _merge(_place(staged, pool, dtype, shape), [ticket.inputs[name] for ticket in tickets], axis)
+            elif isinstance(first, RegionTensor):
+                first.read_into(_place(staged, pool, dtype, shape))
             else:
                 _pass_through(staged, pool, first)
     except BaseException:
@@ -106,14 +109,30 @@ def _release(staged: Staged, pool: StagingPool) -> None:
         pool.release(block)
 
 
-def _merge(target: np.ndarray, parts: Sequence[np.ndarray], axis: int) -> None:
+def _merge(target: np.ndarray, parts: Sequence[Tensor], axis: int) -> None:
     before = (slice(None),) * axis
     rows = sum([part.shape[axis] for part in parts])
-    if rows == target.shape[axis]:
-        np.concatenate(parts, axis, out=target, casting="no")
-        return
-    np.concatenate(parts, axis, out=target[(*before, slice(rows))], casting="no")
-    target[(*before, slice(rows, None))] = 0
+    full = rows == target.shape[axis]
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    if len(arrays) == len(parts):
+        np.concatenate(arrays, axis, out=target if full else target[(*before, slice(rows))], casting="no")
+    else:
+        _merge_one_by_one(target, parts, axis)
+    if not full:
+        target[(*before, slice(rows, None))] = 0
+
+
+def _merge_one_by_one(target: np.ndarray, parts: Sequence[Tensor], axis: int) -> None:
+    """As `_merge`, where some rows come straight from shared memory; one read per part."""
+    before, start = (slice(None),) * axis, 0
+    for part in parts:
+        place = target[(*before, slice(start, start := start + part.shape[axis]))]
+        if not isinstance(part, RegionTensor):
+            np.copyto(place, part, casting="no")
+        elif place.flags.c_contiguous:
+            part.read_into(place)
+        else:
+            np.copyto(place, part.read(), casting="no")
 
 
 def _pass_through(staged: Staged, pool: StagingPool, array: np.ndarray) -> None:

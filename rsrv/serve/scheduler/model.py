@@ -15,6 +15,7 @@ from rsrv.serve.scheduler.plan import ANY_BATCH, Variant
 
 if TYPE_CHECKING:
     from rsrv.bundle.manifest import Manifest
+    from rsrv.core.shm.tensor import Tensor
     from rsrv.runtime.device import Executable
     from rsrv.serve.weights import WeightSet
 
@@ -94,7 +95,7 @@ class ServableModel:
         # Bounded: only row counts that some program of a compiled variant takes get here.
         return self._shapes.setdefault((variant, rows), tuple(shapes))
 
-    def check(self, inputs: Mapping[str, np.ndarray], rows: int, variant: Variant) -> None:
+    def check(self, inputs: Mapping[str, Tensor], rows: int, variant: Variant) -> None:
         """Raises InvalidRequest unless a compiled program can take `inputs`: exactly the declared names, dtype, shape.
 
         Merging trusts what passed here: an array with a row too many would shift its neighbours' rows.

@@ -16,6 +16,7 @@ from rsrv.serve.scheduler.stats import Counters
 if TYPE_CHECKING:
     import threading
 
+    from rsrv.core.shm.tensor import Tensor
     from rsrv.serve.scheduler.model import ServableModel
 
 
@@ -43,7 +44,7 @@ class Ticket:
     def __init__(
         self,
         queue: ModelQueue,
-        inputs: Mapping[str, np.ndarray],
+        inputs: Mapping[str, Tensor],
         rows: int,
         variant: Variant,
         deadline_ns: int,
