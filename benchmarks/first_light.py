@@ -151,7 +151,7 @@ def coalescing(*, short: bool) -> Iterator[Measurement]:
         took = models.slow(repo)
         server = stack.enter_context(rsrv_server(repo, core=None))
         x = np.ones((1, 256), np.float32)
-        body = join(encode_request("slow", [("input_0", x)]))
+        body = join(encode_request("slow", [("x", x)]))
         before = _statistics(server.target, "slow")
         live: list[float] = []
         done = threading.Event()

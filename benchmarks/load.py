@@ -6,6 +6,7 @@ reuse it: give it one `Stream` per model and the pids of the server.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import statistics
@@ -44,7 +45,8 @@ class ModelResult:
     def quantile(self, q: float) -> float:
         """Nearest-rank quantile of the latencies, in milliseconds."""
         ordered = sorted(self.latencies)
-        return 1e3 * ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")
+        rank = max(1, math.ceil(q * len(ordered)))
+        return 1e3 * ordered[rank - 1] if ordered else float("nan")
 
 
 @dataclass

@@ -73,6 +73,8 @@ def slow(repo: Path, *, seconds: float = 0.2) -> float:
         {"w": w},
         (np.ones((1, 256), np.float32),),
         dir=repo / "slow",
+        input_names=["x"],
+        output_names=["y"],
         batch_sizes=[1, 8, 32],
         collect_git=False,
     )

@@ -1,0 +1,44 @@
+"""The short form of ``make bench``: every case runs and yields its numbers. How large they are is not judged here."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import CASES
+from benchmarks.load import ModelResult
+from benchmarks.report import Bound, Measurement
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_case_of_the_short_run_yields_finite_numbers_and_a_json_file(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "--short", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.iterdir()
+    report = json.loads(path.read_text())
+    assert report["machine"]["packages"]["jaxlib"]
+    measured = {m["name"]: m["value"] for m in report["measurements"]}
+    assert len(measured) >= len(CASES)
+    assert all(math.isfinite(value) and value > 0 for value in measured.values())
+
+
+def test_an_unknown_case_is_a_usage_error():
+    command = [sys.executable, "-m", "benchmarks", "nonsense"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "request-cost" in done.stderr
+
+
+def test_quantiles_are_nearest_rank_in_milliseconds_and_bounds_compare():
+    row = ModelResult("m", latencies=[0.004, 0.001, 0.002, 0.003])
+    assert [row.quantile(q) for q in (0.0, 0.5, 0.99)] == pytest.approx([1.0, 2.0, 4.0])
+    assert Measurement("a", 2.0, Bound("≤", 2.0)).met is True
+    assert Measurement("a", 4.0, Bound(">", 4.0)).met is False
+    assert Measurement("a", 1.0).met is None
