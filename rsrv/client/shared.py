@@ -15,9 +15,9 @@ import numpy as np
 from rsrv.client.budget import Budget
 from rsrv.client.connection import Connection
 from rsrv.client.server import TensorMeta, ask, model_metadata
-from rsrv.client.windows import Window, aligned
+from rsrv.client.windows import OutOfSharedMemory, Window, aligned, create_region
 from rsrv.core.dtypes import DType
-from rsrv.core.errors import InvalidRequest, InvalidResponse, RegionLimit, Unimplemented, UsageError
+from rsrv.core.errors import InvalidRequest, InvalidResponse, Unimplemented, UsageError
 from rsrv.core.shm.owned import OwnedRegion
 from rsrv.core.tensors import OutputTarget
 from rsrv.core.wire.encode import ShmInput
@@ -75,8 +75,8 @@ def use_shared_memory(connection: Connection, mode: Mode, budget: Budget) -> boo
         return False
     nonce = os.urandom(_NONCE_BYTES)
     try:
-        probe = OwnedRegion.create("probe", _NONCE_BYTES)
-    except (OSError, RegionLimit) as error:
+        probe = create_region("probe", _NONCE_BYTES)
+    except OutOfSharedMemory as error:
         if mode == "on":
             raise
         log.warning("event=shm_unavailable using=inline %s", error)

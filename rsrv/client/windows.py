@@ -30,6 +30,14 @@ class Registrar(Protocol):
         """Best effort: never raises. Without `wait` it returns at once."""
 
 
+def create_region(prefix: str, n_bytes: int) -> OwnedRegion:
+    """A region of this process. Raises OutOfSharedMemory when the system refuses to make one."""
+    try:
+        return OwnedRegion.create(prefix, n_bytes)
+    except OSError as error:
+        raise OutOfSharedMemory(f"a shared memory region cannot be created: {error.strerror or error}") from error
+
+
 def aligned(n_bytes: int) -> int:
     """`n_bytes` rounded up to the alignment of tensors in a window."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
@@ -121,10 +129,7 @@ class WindowPool:
 
     def _grow(self, current: _Arena | None, n_bytes: int, timeout: float | None) -> _Arena:
         wanted = n_bytes + (sum(current.live.values()) + current.region.byte_size // 2 if current else 0)
-        try:
-            region = OwnedRegion.create("client", -(-wanted // _GRANULE) * _GRANULE)
-        except RegionLimit as error:
-            raise OutOfSharedMemory(error.message, hint=error.hint) from None
+        region = create_region("client", -(-wanted // _GRANULE) * _GRANULE)
         try:
             self._registrar.register(region, timeout)
         except BaseException:

@@ -18,6 +18,7 @@ from rsrv.rpc.status import status_of
 from rsrv.rpc.threads import CallThreads
 
 _WINDOW_BYTES = 32 << 20
+_MAX_PENDING_CALLS = 16384
 _FREE_PORT_ATTEMPTS = 5
 _FLUSH_SECONDS = 1.0
 """How long statuses that were written at the end of the grace may take to reach their clients."""
@@ -151,15 +152,18 @@ class GrpcioEngine:
         return self._handlers.get(path) or _unknown(path)
 
     def _method_handler(self, path: str, route: Route) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = route.handler
+        handler, message_arrived = route.handler, self.threads.message_arrived
 
         def unary(body: bytes, context: grpc.ServicerContext) -> bytes:
+            message_arrived()
             return UnaryCall(path, body, context, self).serve(handler)
 
         def server_stream(body: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+            message_arrived()
             return StreamCall(path, body, context, self).serve(self._admit(handler))
 
         def bidi(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            message_arrived()
             return StreamCall(path, b"", context, self, messages).serve(self._admit(handler))
 
         if route.kind == "unary":
@@ -220,6 +224,10 @@ def _options(max_recv_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.so_reuseport", 0),  # otherwise a second server would share the port silently
         ("grpc.max_receive_message_length", max_recv_bytes),
         ("grpc.max_send_message_length", -1),  # checked in `Call.send`, which can say what is wrong
+        # Beyond its default of 1000 calls that Python has not taken yet, the core resets some without a status, which
+        # clients see as CANCELLED; in a burst we answer each, if only with `shed`.
+        ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING_CALLS),
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
         # Clients may ping each second, also without a call; the default is to close their connection for that.

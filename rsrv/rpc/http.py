@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -20,6 +22,8 @@ log = logging.getLogger(__name__)
 
 TEXT = "text/plain; charset=utf-8"
 _SHUTDOWN_SECONDS = 1.0
+_QUIET_SECONDS = 60.0
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,23 @@ class _QuietAboutClients(logging.LoggerAdapter[logging.Logger]):
     def exception(self, msg: object, *args: object, exc_info: Any = True, **kwargs: Any) -> None:
         level = logging.DEBUG if isinstance(exc_info, HttpProcessingError) else logging.ERROR
         self.log(level, msg, *args, exc_info=exc_info, **kwargs)
+
+
+class _ExhaustionOnce:
+    """Exception handler of the loop. Without descriptors asyncio cannot accept, and reports it a hundred times a second
+    with a traceback; here it is a warning a minute. asyncio tries again by itself."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._quiet_until = float("-inf")
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
+            loop.default_exception_handler(context)
+        elif self._clock() >= self._quiet_until:
+            self._quiet_until = self._clock() + _QUIET_SECONDS
+            log.warning("http connections wait error=%s hint=%s", error.strerror, "raise the limit: ulimit -n")
 
 
 HttpRoutes = Mapping[tuple[str, str], Callable[[], HttpAnswer]]
@@ -69,6 +90,7 @@ class HttpListener:
         if not self._sockets:
             raise RuntimeError("bind the listener before it is started")
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_ExhaustionOnce())
         self._thread = threading.Thread(target=self._loop.run_forever, name="rsrv-http", daemon=True)
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()

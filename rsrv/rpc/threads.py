@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _Task = tuple[Callable[..., Any], tuple[Any, ...]]
 
+_LAST_CHANCE_SECONDS = 0.5
+
 log = logging.getLogger(__name__)
 
 
@@ -23,6 +25,10 @@ class CallThreads(futures.Executor):
 
     grpcio asks little of its pool: `submit`, and of the future only ``add_done_callback`` to count calls, which it
     does for a limit that we do not use. So no real future is made, which saves a fifth of the CPU of a small call.
+
+    A task of grpcio's begins by waiting for the request's message, for as long as the client likes. So that clients who
+    send none cannot hold all threads, tasks that have waited for longer than `body_seconds` are cancelled when another
+    one finds no thread.
     """
 
     def __init__(self, size: int, *, name: str) -> None:
@@ -31,10 +37,11 @@ class CallThreads(futures.Executor):
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._workers: list[_Worker] = []
-        self._backlog: deque[_Task] = deque()
+        self._backlog: deque[tuple[_Task, float]] = deque()  # with the time since when it waits
         self._closed = False
         self._current = threading.local()
         self.shutdown_seconds = 5.0
+        self.body_seconds = 10.0
 
     @property
     def size(self) -> int:
@@ -53,10 +60,15 @@ class CallThreads(futures.Executor):
                 self._workers.append(worker)
                 worker.start()
             else:
-                self._backlog.append(task)
+                self._backlog.append((task, monotonic()))
+                self._cancel_silent_calls()
                 return _UNUSED
         worker.tasks.put(task)
         return _UNUSED
+
+    def message_arrived(self) -> None:
+        """Say that the present task of this thread, one of the pool's, has its request and waits for no client."""
+        self._current.worker.waiting_since = 0.0
 
     def afterwards(self, fn: Callable[[], object]) -> None:
         """Run `fn` on this thread, one of the pool's, when its present task is over."""
@@ -81,9 +93,22 @@ class CallThreads(futures.Executor):
         """The task that has waited longest, or None after noting that `worker` is idle."""
         with self._lock:
             if self._backlog:
-                return self._backlog.popleft()
+                task, queued = self._backlog.popleft()
+                # Its message had all that time to arrive, and is here at once if it has.
+                worker.waiting_since = max(queued, monotonic() - self.body_seconds + _LAST_CHANCE_SECONDS)
+                return task
             self._idle.append(worker)
             return None
+
+    def _cancel_silent_calls(self) -> None:
+        """Under the lock."""
+        latest = monotonic() - self.body_seconds
+        silent = [worker for worker in self._workers if 0.0 < worker.waiting_since <= latest]
+        for worker in silent:
+            worker.waiting_since = 0.0
+            _cancel(worker.task)
+        if silent:
+            log.warning("calls without a message cancelled count=%d seconds=%g", len(silent), self.body_seconds)
 
     def adopt(self, worker: _Worker) -> None:
         """Make `worker`, on whose thread this is called, the one that `afterwards` speaks to."""
@@ -95,17 +120,30 @@ class _Worker(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self.afterwards: list[Callable[[], object]] = []
+        self.task: _Task | None = None
+        self.waiting_since = 0.0
         self._pool = pool
 
     def run(self) -> None:
         self._pool.adopt(self)
         task = self.tasks.get()
         while task is not None:
+            self.task = task
+            self.waiting_since = self.waiting_since or monotonic()
             _guarded(task[0], *task[1])
+            self.waiting_since = 0.0
             while self.afterwards:
                 _guarded(self.afterwards.pop(0))
-            task = None  # a request's body must not live until the next request comes
+            task = self.task = None  # a request's body must not live until the next request comes
             task = self._pool.next_task(self) or self.tasks.get()
+
+
+def _cancel(task: _Task | None) -> None:
+    """Cancel the RPC of a task: grpcio passes a function of its own, the event with which the RPC came, and more."""
+    event = task[1][1] if task is not None and len(task[1]) > 1 else None
+    call = getattr(event, "call", None)
+    if call is not None:
+        call.cancel()
 
 
 def _guarded(fn: Callable[..., object], *args: Any) -> None:

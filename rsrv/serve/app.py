@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 Ends = SimpleQueue[int | BaseException | None]
 """What ends a server's run: the number of a signal, an error of its bring-up, or None when somebody called `stop`."""
+
+MAX_FILES = 1 << 16
 
 FORCED_EXIT = 128
 """A second signal ends the process at once with this plus the signal's number, as a shell would report it."""
@@ -51,6 +54,7 @@ def serve(
     Raises ConfigError, PortTaken, DeviceError, or whatever a serve guard raises. A model that fails raises nothing.
     """
     tune_malloc()
+    raise_file_limit()
     resolved = _resolve(config, worker)
     observe.check_guards(resolved.config)
     # The worker takes a second to import and its device more to come up, and a taken port has to be found at once. The
@@ -77,6 +81,15 @@ def serve(
 def serve_worker(node_file: str | Path, worker: str, *, blocking: bool = True) -> RunningServer:
     """`serve` for one named worker of a node file."""
     return serve(node_file, worker=worker, blocking=blocking)
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may ask for, within reason: a connection and a region take one each,
+    and the usual soft limit of 1024, meant for programs that call select(), is one client's regions."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _resolve(config: ServerConfig | ResolvedConfig | str | Path, worker: str | None) -> ResolvedConfig:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ from rsrv.serve.validate import OutputCheck, RowCheck, RowSizes, TensorCheck
 from rsrv.serve.weights import load_weights
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rsrv.bundle.manifest import Manifest
     from rsrv.core.config import ServerConfig
     from rsrv.runtime.compile_pool import CompilePool
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from rsrv.serve.weights import WeightSet
 
 log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.1
 
 Programs = Mapping[tuple[int, ...], Mapping[int, bytes]]
 
@@ -110,7 +114,7 @@ class Loader:
                 "model failed name=%s phase=%s error=%s",
                 found.name,
                 steps.phase,
-                error,
+                error if str(error) else type(error).__name__,
                 exc_info=not isinstance(error, BundleError),
             )
             self._registry.set_failed(found.name, steps.phase, error)
@@ -138,7 +142,7 @@ class Loader:
         with steps("hooks"):
             hooks = Hooks()
             if bundle.hooks_path is not None:
-                hooks = load_hooks(bundle.hooks_path, name=name, incarnation=incarnation)
+                hooks = self._load_hooks(bundle.hooks_path, name, incarnation)
         with steps("compile"):
             executables = {
                 variant: {key: self._compile(name, key, program) for key, program in by_key.items()}
@@ -184,6 +188,25 @@ class Loader:
             )
         for problem in inspect_hooks(bundle.hooks_path).problems(meta=bundle.manifest.is_meta):
             raise problem
+
+    def _load_hooks(self, path: Path, name: str, incarnation: int) -> Hooks:
+        """Run ``model.py`` on a daemon thread of its own, which is left behind when the server stops meanwhile.
+
+        Nobody knows what user code waits for, and threads that it starts must not keep the process alive either.
+        """
+        outcome: Future[Hooks] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(load_hooks(path, name=name, incarnation=incarnation))
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=run, name=f"rsrv-import {name}", daemon=True).start()
+        while not wait([outcome], _LOOK_SECONDS).done:
+            if self._stopping.is_set():
+                raise ServerStopping("the server is stopping")
+        return outcome.result()
 
     def _read_programs(self, bundle: Bundle) -> Programs:
         mode = self._config.bundles.digests

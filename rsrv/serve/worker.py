@@ -6,11 +6,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from rsrv.core.config import ServerConfig, hook_pool_size
-from rsrv.core.errors import HookError, ServerStopping
+from rsrv.core.errors import CompileProcessError, ConfigError, HookError, ProgramError, ServerStopping
 from rsrv.core.shm import RegionRegistry
 from rsrv.rpc import health
 from rsrv.rpc.grpcio_engine import GrpcioEngine
@@ -106,6 +106,7 @@ class RunningServer:
     def _open(self) -> None:
         config = self.config
         self.pool = self._open_pool(expected_platform(config.runtime.backend))
+        _require_usable_flags(self.pool)
         runtime = config.runtime
         self._device = open_device(
             runtime.backend,
@@ -353,6 +354,22 @@ class RunningServer:
         thread = threading.Thread(target=target, name=name)
         self._threads.append(thread)
         thread.start()
+
+
+def _require_usable_flags(pool: CompilePool, environ: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError for ``XLA_FLAGS`` that XLA does not take: it would end this process without an error of ours,
+    as it does with a compile process."""
+    flags = environ.get("XLA_FLAGS")
+    if not flags:
+        return
+    try:
+        pool.inspect(b"module {}")
+    except ProgramError:
+        pass  # the process lives, which is all that was asked
+    except CompileProcessError as error:
+        raise ConfigError(
+            f"XLA does not start with XLA_FLAGS={flags!r}: {error.message}", hint="correct the variable, or unset it"
+        ) from error
 
 
 def expected_platform(backend: str) -> str:

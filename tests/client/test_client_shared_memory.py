@@ -1,5 +1,6 @@
 """`KServeModel` through shared memory: the mode table, what lies in a region, and every way in which it goes wrong."""
 
+import errno
 import logging
 import os
 import subprocess
@@ -129,23 +130,24 @@ def test_the_probe_object_carries_the_nonce_and_is_gone_afterwards(server):
 
 
 @pytest.mark.parametrize(("mode", "inline"), [("auto", True), ("on", False)])
-def test_a_full_shared_memory_of_this_machine_means_inline_unless_insisted(server, monkeypatch, caplog, mode, inline):
-    from rsrv.core.shm import OwnedRegion
+@pytest.mark.parametrize(("room", "event"), [(16, "shm_full"), (0, "shm_unavailable")])
+def test_a_full_shared_memory_of_this_machine_means_inline_unless_insisted(
+    server, monkeypatch, caplog, mode, inline, room, event
+):
+    honest = os.posix_fallocate
 
-    honest = OwnedRegion.create
+    def full(fd, offset, n_bytes):
+        if n_bytes > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        honest(fd, offset, n_bytes)
 
-    def full(prefix, n_bytes):
-        if prefix == "client":
-            raise RegionLimit("no space left on /dev/shm")
-        return honest(prefix, n_bytes)
-
-    monkeypatch.setattr(OwnedRegion, "create", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with KServeModel(server.url, "twice", shared_memory=mode) as model, caplog.at_level(logging.WARNING):
         if inline:
             np.testing.assert_array_equal(model.infer({"x": X})["y"], 2 * X)
-            assert "shm_full" in caplog.text
+            assert event in caplog.text
         else:
-            with pytest.raises(RegionLimit, match="no space left"):
+            with pytest.raises(RegionLimit, match="no room for"):
                 model.infer({"x": X})
 
 

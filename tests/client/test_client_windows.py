@@ -1,5 +1,7 @@
 """The window allocator of a handle, with a registrar that only remembers."""
 
+import errno
+import os
 import threading
 from itertools import pairwise
 
@@ -7,7 +9,7 @@ import pytest
 from support.client_stub import own_shared_memory
 
 from rsrv.client.windows import OutOfSharedMemory, WindowPool, aligned
-from rsrv.core.errors import RegionLimit, ServerUnreachable
+from rsrv.core.errors import ServerUnreachable
 
 
 class Remembering:
@@ -133,11 +135,21 @@ def test_a_pool_that_nobody_closed_is_unlinked_when_it_is_collected(registrar):
 
 
 def test_no_room_on_this_machine_is_told_apart_from_a_refusal_of_the_server(pool, monkeypatch):
+    def full(fd, offset, n_bytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutOfSharedMemory, match="no room for 65536 bytes of shared memory; free some or enlarge it"):
+        pool.acquire(100, no_limit)
+    assert own_shared_memory() == set()
+
+
+def test_no_descriptor_left_on_this_machine_is_out_of_shared_memory_too(pool, monkeypatch):
     def full(prefix, n_bytes):
-        raise RegionLimit("no space left", hint="enlarge /dev/shm")
+        raise OSError(errno.EMFILE, "Too many open files", "/dev/shm/rsrv-client")
 
     monkeypatch.setattr("rsrv.client.windows.OwnedRegion.create", full)
-    with pytest.raises(OutOfSharedMemory, match="no space left"):
+    with pytest.raises(OutOfSharedMemory, match="a shared memory region cannot be created: Too many open files"):
         pool.acquire(100, no_limit)
 
 

@@ -393,6 +393,15 @@ def test_short_transfers_are_continued(registry, region, monkeypatch):
     assert os.pread(region[1], 100, 50) == bytes(range(100, 200))
 
 
+def test_a_process_without_descriptors_reports_a_limit_and_does_not_blame_the_client(registry, region, monkeypatch):
+    def exhausted(path, flags, *rest):
+        raise OSError(24, "Too many open files", path)
+
+    monkeypatch.setattr(os, "open", exhausted)
+    with pytest.raises(RegionLimit, match=f"no descriptor for shared memory object '{region[0]}': Too many open files"):
+        registry.register("another", region[0], 0, 1)
+
+
 def test_a_full_dev_shm_is_reported_as_a_limit(registry, region, monkeypatch):
     def full(fd, data, offset):
         raise OSError(28, "No space left on device")

@@ -9,6 +9,7 @@ import threading
 import time
 
 import grpc
+import hpack
 import pytest
 
 from rsrv.core.errors import ConfigError, PortTaken
@@ -320,7 +321,8 @@ def test_a_client_that_is_killed_leaves_no_call_behind(held, wait_until):
 
 # --- HTTP/2 ---------------------------------------------------------------------------------------------------------
 
-SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 4, 6, 7, 8
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+END_STREAM, END_HEADERS = 1, 4
 
 
 def frame(kind, flags, stream, payload=b""):
@@ -371,6 +373,51 @@ def test_a_client_may_ping_as_often_as_it_likes(raw):
             if len(acknowledged) == count:
                 break
     assert acknowledged == list(range(count))
+
+
+def test_clients_that_send_no_message_cannot_hold_all_threads(wait_until, caplog):
+    engine = engine_on(0)
+    port = engine.bind()
+    engine.threads.body_seconds = 0.0
+    engine.start()
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0))
+        fields = {":method": "POST", ":scheme": "http", ":path": PATH, ":authority": "x", "te": "trailers"}
+        headers = hpack.Encoder().encode({**fields, "content-type": "application/grpc"}, huffman=False)
+        for stream in (1, 3, 5, 7):  # as many as there are threads
+            connection.sendall(frame(HEADERS, END_HEADERS, stream, headers))
+        wait_until(lambda: engine.threads.size == 4)
+        assert ask(port) == b"ok"
+    assert "calls without a message cancelled" in caplog.text
+    engine.stop(0)
+
+
+def test_each_call_of_a_burst_is_answered():
+    """By itself the core drops calls without a status when more than a thousand wait for Python."""
+    engine = engine_on(0)
+    port = engine.bind()
+    engine.start()
+    number = 4000
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT) as connection:
+        fields = {":method": "POST", ":scheme": "http", ":path": PATH, ":authority": "x", "te": "trailers"}
+        headers = hpack.Encoder().encode({**fields, "content-type": "application/grpc"}, huffman=False)
+        window = frame(WINDOW_UPDATE, 0, 0, (1 << 30).to_bytes(4))
+        calls = [
+            frame(HEADERS, END_HEADERS, stream, headers) + frame(DATA, END_STREAM, stream, bytes(5))
+            for stream in range(1, 2 * number, 2)
+        ]
+        preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0) + window
+        sender = threading.Thread(target=connection.sendall, args=(preface + b"".join(calls),))
+        sender.start()
+        ended = 0
+        for kind, flags, _, _ in frames(connection):
+            assert kind not in (RST_STREAM, GOAWAY)
+            ended += kind == HEADERS and flags & END_STREAM
+            if ended == number:
+                break
+        sender.join()
+    assert ended == number
+    engine.stop(0)
 
 
 def test_garbage_closes_its_connection_and_no_other():

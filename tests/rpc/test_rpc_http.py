@@ -1,5 +1,6 @@
 """The HTTP listener: answers, refusals, odd clients, ports, and a clean stop."""
 
+import asyncio
 import contextlib
 import http.client
 import socket
@@ -9,6 +10,7 @@ import pytest
 
 from rsrv.core.errors import ConfigError, PortTaken
 from rsrv.rpc import HttpAnswer, HttpListener
+from rsrv.rpc.http import _ExhaustionOnce
 
 WAIT = 30
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
@@ -212,3 +214,21 @@ def test_a_stop_closes_connections_and_frees_the_port(routes):
 def test_a_listener_must_be_bound_before_it_is_started(routes):
     with pytest.raises(RuntimeError, match="bind"):
         HttpListener("127.0.0.1", 0, routes).start()
+
+
+def test_a_lack_of_descriptors_is_a_warning_a_minute_and_not_a_traceback_a_millisecond(caplog):
+    now = [1000.0]
+    handler = _ExhaustionOnce(clock=lambda: now[0])
+    loop = asyncio.new_event_loop()
+    lack = {"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")}
+    with contextlib.closing(loop):
+        for _ in range(100):
+            handler(loop, lack)
+        assert [record.getMessage() for record in caplog.records] == [
+            "http connections wait error=Too many open files hint=raise the limit: ulimit -n"
+        ]
+        now[0] += 60
+        handler(loop, lack)
+        assert len(caplog.records) == 2
+        handler(loop, {"message": "something else", "exception": RuntimeError("boom")})
+    assert caplog.records[-1].name == "asyncio"

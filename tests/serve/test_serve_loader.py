@@ -184,3 +184,33 @@ def test_a_model_whose_rows_cannot_be_padded_takes_its_compiled_sizes_only(world
     assert prepared.rows.plan({"x": np.zeros((4, 3))}) == (4, ())
     with pytest.raises(Exception, match="exactly 2 or 4"):
         prepared.rows.plan({"x": np.zeros((3, 3))})
+
+
+def test_an_error_without_words_is_told_by_its_type(world, affine, monkeypatch, caplog):
+    def no_memory(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("rsrv.serve.loader.read_verified_program", no_memory)
+    entry = world.load(affine.parent)["affine"]
+    assert entry.state is ModelState.FAILED
+    assert "model failed name=affine phase=digests error=MemoryError" in caplog.text
+
+
+def test_a_model_py_that_never_returns_is_left_behind_when_the_server_stops(world, affine, tmp_path):
+    threading.importing, threading.let_go = threading.Event(), threading.Event()  # for the hooks to find
+    hooks = (
+        "import threading\nthreading.importing.set()\nthreading.let_go.wait()\ndef preprocess(inputs): return inputs\n"
+    )
+    copy(affine, tmp_path / "stuck", hooks)
+    loading = threading.Thread(target=world.load, args=(tmp_path,))
+    loading.start()
+    try:
+        assert threading.importing.wait(60)
+        world.stopping.set()
+        loading.join(60)
+        assert not loading.is_alive()
+        assert world.registry.get("stuck").state is ModelState.PREPARING
+    finally:
+        threading.let_go.set()
+        del threading.importing, threading.let_go
+        loading.join()

@@ -8,13 +8,14 @@ import re
 import stat
 from typing import Final
 
-from rsrv.core.errors import InvalidRequest, RsrvError
+from rsrv.core.errors import InvalidRequest, RegionLimit, RsrvError
 
 DIRECTORY: Final = "/dev/shm/"
 # O_NONBLOCK: a FIFO, or a file on which somebody holds a lease, must not stall the caller.
 OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 _NAME_MAX = 255
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _NONCE_BYTES = 16
 _OWNED_NAME = re.compile(r"rsrv-.+-([0-9]{1,10})-[0-9a-f]{16}")
 
@@ -62,10 +63,12 @@ def owner_pid(key: str) -> int | None:
 
 
 def open_object(file_name: str, access: int) -> int:
-    """Open a regular file of /dev/shm. Raises InvalidRequest."""
+    """Open a regular file of /dev/shm. Raises InvalidRequest, or RegionLimit when no descriptor is left."""
     try:
         fd = os.open(DIRECTORY + file_name, access | OPEN_FLAGS)
     except OSError as error:
+        if error.errno in _EXHAUSTED:
+            raise RegionLimit(f"no descriptor for shared memory object {file_name!r}: {error.strerror}") from error
         detail = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
         raise InvalidRequest(f"cannot open shared memory object {file_name!r}: {detail}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
