@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.bundle import open_bundle
 from rsrv.core import errors
 from rsrv.core.errors import RsrvError
 
@@ -49,3 +50,20 @@ def test_links_between_pages_lead_somewhere():
     for page in (page for page in pages if page.exists()):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def python_blocks(page):
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_first_model_of_the_readme_is_that_of_the_quick_start_and_answers_as_they_say(tmp_path):
+    from rsrv.export import call_factory, export_bundle
+
+    pages = [DOCS.parent / "README.md", DOCS / "quickstart.md"]
+    factory, again = (next(block for block in python_blocks(page) if "def classifier" in block) for page in pages)
+    assert factory == again
+    (tmp_path / "model.py").write_text(factory)
+    made = call_factory(f"{tmp_path / 'model.py'}:classifier")
+    bundle = open_bundle(export_bundle("jax", made.fn, made.params, made.inputs, dir=tmp_path / "classifier"))
+    (client,) = (block for block in python_blocks(pages[0]) if "KServeModel" in block)
+    assert re.findall(r'\)\["(\w+)"\]', client) == [spec.name for spec in bundle.manifest.executable_outputs]

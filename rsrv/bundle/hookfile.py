@@ -12,7 +12,9 @@ from rsrv.bundle.files import read_regular
 from rsrv.bundle.problems import violation
 from rsrv.core.errors import BundleError
 
-MAX_HOOK_BYTES = 4 << 20
+MAX_HOOK_BYTES = 512 << 10
+"""Of statements as short as can be, so many bytes take seconds to compile; vocabularies belong into files beside it."""
+
 PARAMETERS = {"preprocess": ("inputs",), "postprocess": ("outputs",), "run": ("inputs", "call")}
 REGISTER_MODEL, REGISTER_META_MODEL = "register_model", "register_meta_model"
 _META_FUNCTION = "run"

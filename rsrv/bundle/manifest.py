@@ -41,6 +41,9 @@ OLDER_FORMAT_VERSION = "2.0"
 _SPELLINGS = {"3.0": FORMAT_VERSION, "3": FORMAT_VERSION, "2.0": OLDER_FORMAT_VERSION, "2": OLDER_FORMAT_VERSION}
 
 MAX_MANIFEST_BYTES = 256 << 10
+MAX_MANIFEST_NODES = 16_384
+"""Keys and values; enough for the digests of 2,700 files, which fill as many bytes as a manifest may have."""
+
 MODEL, META = "model", "meta"
 
 KEYS = (
@@ -191,7 +194,7 @@ def load_mapping(text: bytes) -> dict[Any, Any]:
     """The root mapping of a manifest text. Raises ManifestError (B-14) for anything else."""
     try:
         decoded = text.decode("utf-8")
-        value = load_yaml(decoded, what=MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
+        value = load_yaml(decoded, what=MANIFEST, max_bytes=MAX_MANIFEST_BYTES, max_nodes=MAX_MANIFEST_NODES)
     except UnicodeDecodeError as error:
         raise violation(ManifestError, "B-14", f"{MANIFEST}: not UTF-8 at byte {error.start}", file=MANIFEST) from None
     except YamlError as error:

@@ -27,11 +27,15 @@ def replace_block(text: str, key: str, block: str, *, before: str) -> str | None
     """`text` with the lines of the top-level `key` replaced by `block`, all other bytes kept.
 
     A missing key is inserted in front of the first top-level key that starts with `before`, else at the end. None when
-    the root is in flow style (``{…}``), which has no lines to replace.
+    the root is in flow style (``{…}``), which has no lines to replace, or libyaml reads less than we do.
     """
     lines = text.splitlines(keepends=True)
     first, last = len(lines), -1
-    for path, event in _located(text):
+    try:
+        located = list(_located(text))
+    except yaml.YAMLError:
+        return None
+    for path, event in located:
         if not path:
             if isinstance(event, yaml.MappingStartEvent) and event.flow_style:
                 return None

@@ -13,12 +13,16 @@ KeyPath = tuple[str | int, ...]
 """Where in the manifest: ``("executable_inputs", 0, "dims")``."""
 
 
+MAX_TEXT = 2000
+"""Characters of a message: strangers choose the values that messages quote."""
+
 E = TypeVar("E", bound=BundleError)
 
 
 def violation(kind: type[E], rule: str, text: str, *, file: str | None = None, hint: str | None = None) -> E:
-    """The error that says what is wrong and which rule says so."""
-    return kind(f"{text} ({rule})", rule=rule, file=file, hint=hint)
+    """The error that says what is wrong and which rule says so; of a text that quotes a huge value, the beginning."""
+    shown = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
+    return kind(f"{shown} ({rule})", rule=rule, file=file, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ from rsrv.core.errors import BundleError
 ANY_BATCH = 0
 """Batch key of the one program that serves requests one by one (B-12)."""
 
+MAX_PROGRAMS = 4096
+"""Variants times batch sizes; digests of more files would not fit into a manifest."""
+
 _PROGRAM = re.compile(r"model(?:\.v[0-9]+)?(?:\.b[0-9]+)?\.mlir")
 
 ProgramNames = Mapping[VariantKey, Mapping[int, str]]
@@ -45,6 +48,10 @@ def list_programs(manifest: Manifest, files: Iterable[str]) -> ProgramListing:
     present = sorted(name for name in files if is_program_name(name))
     if manifest.is_meta:
         return ProgramListing({}, tuple(_problem(manifest, "B-52", name, "a meta has no programs") for name in present))
+    wanted = len(manifest.variants) * max(1, len(manifest.batching.compiled_batch_sizes))
+    if wanted > MAX_PROGRAMS:
+        text = f"input_shapes and compiled_batch_sizes ask for {wanted} programs, at most {MAX_PROGRAMS} are possible"
+        return ProgramListing({}, (_problem(manifest, "B-46", None, text),))
     problems: list[BundleError] = []
     names: dict[VariantKey, dict[int, str]] = {}
     for i, variant in enumerate(manifest.variants):

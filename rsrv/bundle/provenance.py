@@ -64,7 +64,7 @@ def _repository_facts(directory: Path, *, with_diff: bool) -> dict[str, Any]:
     git = Git(directory, seconds=GIT_SECONDS)
     top = git("rev-parse", "--show-toplevel")
     if top.line is None:
-        log.warning("no git facts in provenance repo_dir=%s reason=%s", directory, top.error)
+        log.warning("the provenance has no commit: git in directory %s says: %s", directory.absolute(), top.error)
         return {}
     git = git.inside(Path(top.output.removesuffix(b"\n").decode("utf-8", "surrogateescape")))
     commit = git("rev-parse", "--verify", "--quiet", "HEAD^{commit}").line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -76,7 +77,7 @@ def _batch_sizes(manifest: Manifest, problems: Problems) -> None:
     for size in sizes:
         if not 0 < size <= MAX_EXTENT:
             problems.add("B-31", f"batching.compiled_batch_sizes has {size}, want integers above 0", at=at)
-    for size in sorted({size for size in sizes if sizes.count(size) > 1}):
+    for size in sorted(size for size, count in Counter(sizes).items() if count > 1):
         problems.add("B-31", f"batching.compiled_batch_sizes has {size} twice", at=at)
     if problems.touched("batching"):
         return

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,10 @@ from rsrv.bundle.files import is_text, open_regular
 from rsrv.bundle.problems import violation
 from rsrv.core.dtypes import DType
 from rsrv.core.errors import WeightsError
+from rsrv.core.shapes import MAX_RANK
 
 MAX_HEADER_BYTES = 100_000_000
 ALIGNMENT = 64
-MAX_RANK = 64
-"""Most axes that numpy can represent."""
 
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
@@ -163,10 +163,10 @@ class _HeaderReader:
 
     def _metadata(self, value: object) -> dict[str, str]:
         if not isinstance(value, dict):
-            self.refuse(f"{_METADATA} must be an object of strings, got {value!r}")
+            self.refuse(f"{_METADATA} must be an object of strings, got {_shortened(value)}")
         for key, text in value.items():
             if not isinstance(text, str):
-                self.refuse(f"{_METADATA}[{key!r}] must be a string, got {text!r}")
+                self.refuse(f"{_METADATA}[{_shortened(key)}] must be a string, got {_shortened(text)}")
         return value
 
     def _tensors(self, header: Mapping[str, object], data_bytes: int) -> dict[str, WeightEntry]:
@@ -202,12 +202,12 @@ class _HeaderReader:
             self.refuse(f"{where}: {len(shape)} axes; at most {MAX_RANK} are possible")
         # Zero extents leave no bytes behind, but numpy multiplies the others all the same.
         if math.prod(size for size in shape if size) * dtype.itemsize >= 2**63:
-            self.refuse(f"{where}: shape {shape} overflows")
+            self.refuse(f"{where}: shape {_shortened(shape)} overflows")
         if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
             self.refuse(f"{where}: data_offsets {_shortened(offsets)} must be two integers, 0 or above")
         begin, end = offsets
         if not begin <= end <= data_bytes:
-            self.refuse(f"{where}: data_offsets {offsets} lie outside of the {data_bytes} bytes of data")
+            self.refuse(f"{where}: data_offsets {_shortened(offsets)} lie outside of the {data_bytes} bytes of data")
         wanted = math.prod(shape) * dtype.itemsize
         if end - begin != wanted:
             self.refuse(f"{where}: data_offsets {offsets} hold {end - begin} bytes; {tag} {shape} needs {wanted}")
@@ -252,8 +252,14 @@ def _is_count(value: object) -> bool:
 
 
 def _shortened(value: object, limit: int = 200) -> str:
-    text = repr(value)
+    """`value` for a message; of a value of a hundred megabytes only the beginning is looked at."""
+    text = _SHORT.repr(value)
     return text if len(text) <= limit else text[:limit] + "…"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxlevel = 8
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 100
 
 
 def write_weights(path: Path | str, items: Sequence[tuple[str, np.ndarray]]) -> None:

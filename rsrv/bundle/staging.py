@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EPERM}
 
 
@@ -32,12 +33,18 @@ def staged_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
     exists, is something that a bundle must not replace, or is being written by another export of this process id.
     """
     _require_replaceable(target, overwrite)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise violation(
+            BundleError, "X-12", f"{target} cannot be created: a file is in the place of a directory"
+        ) from None
     staged = target.parent / f".{target.name}.{os.getpid()}.partial"
     lock = _claim(staged)
     try:
-        yield staged
-        _sync_tree(staged)
+        with _naming(target):
+            yield staged
+            _sync_tree(staged)
         replaced = _install(staged, target, overwrite)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
@@ -51,6 +58,17 @@ def staged_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
             shutil.rmtree(replaced)
     except OSError as error:
         log.warning("bundle written, but not all is tidy path=%s error=%s", target, error)
+
+
+@contextlib.contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """A write that fails (disk full, quota) does not say where: say it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno not in _NO_ROOM:
+            raise
+        raise violation(BundleError, "X-12", f"{target} cannot be written: {error.strerror}") from error
 
 
 def _require_replaceable(target: Path, overwrite: bool) -> None:

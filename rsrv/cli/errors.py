@@ -41,8 +41,8 @@ def report(error: BaseException) -> int:
             hint=f"pip install 'rsrv[{extra}]'",
         )
         return EXIT_FAILED
-    if isinstance(error, OSError) and error.filename is not None:
-        output.error(f"{error.filename}: {error.strerror}")
+    if isinstance(error, OSError) and error.strerror is not None:
+        output.error(error.strerror if error.filename is None else f"{error.filename}: {error.strerror}")
         return EXIT_FAILED
     text = str(error).strip() or "no message"
     output.error(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,35 +85,38 @@ def jax(
     from rsrv.core.errors import UsageError
     from rsrv.export import call_factory, export_bundle
 
-    target = Path(out).absolute()
+    target = Path(os.path.abspath(out))
     if name is not None and name != target.name:
         raise UsageError(
             f"--name {name} differs from the last part of --out {out}", hint="a bundle's name is its directory's name"
         )
     if matmul_precision not in (None, "default", "high", "highest"):
         raise UsageError(f"--matmul-precision {matmul_precision} is none of default, high, highest")
+    if platform not in (None, "cpu", "cuda"):
+        raise UsageError(f"--platform {platform} is neither cpu nor cuda")
     sizes = _batch_sizes(batch_sizes, no_batch)
-    made = _with_inputs(call_factory(model), inputs or [])
-    path = export_bundle(
-        "jax",
-        made.fn,
-        made.params,
-        made.inputs,
-        dir=target,
-        batch_sizes=sizes,
-        input_names=made.input_names,
-        output_names=made.output_names,
-        input_batch_axes=made.input_batch_axes,
-        output_batch_axes=made.output_batch_axes,
-        axis_letters=made.axis_letters,
-        matmul_precision=matmul_precision,
-        platform=platform,
-        stablehlo_version=stablehlo_version,
-        drop_unused_inputs=drop_unused_inputs,
-        x64=x64,
-        diff=not no_diff,
-        overwrite=overwrite,
-    )
+    with redirect_stdout(sys.stderr), output.logged_warnings():  # stdout is for the result, whatever the model prints
+        made = _with_inputs(call_factory(model, x64=x64), inputs or [])
+        path = export_bundle(
+            "jax",
+            made.fn,
+            made.params,
+            made.inputs,
+            dir=target,
+            batch_sizes=sizes,
+            input_names=made.input_names,
+            output_names=made.output_names,
+            input_batch_axes=made.input_batch_axes,
+            output_batch_axes=made.output_batch_axes,
+            axis_letters=made.axis_letters,
+            matmul_precision=matmul_precision,
+            platform=platform,
+            stablehlo_version=stablehlo_version,
+            drop_unused_inputs=drop_unused_inputs,
+            x64=x64,
+            diff=not no_diff,
+            overwrite=overwrite,
+        )
     made_bundle = describe_bundle(path)
     if output.is_json():
         output.json(made_bundle.to_json())

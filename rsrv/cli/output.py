@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json as _json
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
@@ -103,6 +105,27 @@ def warn(text: str) -> None:
     _styled("warning: ", "yellow", text)
 
 
+@contextmanager
+def logged_warnings() -> Iterator[None]:
+    """Show what the enclosed code logs at level warning and above as `warn` does, unless logging is set up already."""
+    import logging
+
+    class Shown(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warn(record.getMessage())
+
+    root = logging.getLogger()
+    if root.handlers:
+        yield
+        return
+    handler = Shown(logging.WARNING)
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+
+
 def error(error: RsrvError | str, *, hint: str | None = None) -> None:
     """Say on stderr what failed and what to do about it; one JSON object in JSON mode."""
     message = error if isinstance(error, str) else error.message
@@ -121,16 +144,26 @@ def error(error: RsrvError | str, *, hint: str | None = None) -> None:
 # --- how it reaches the terminal ----------------------------------------------------------------------------------
 
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
 def _write(stream: TextIO, text: str) -> None:
-    stream.write(text + "\n")
+    stream.write(_shown(text, stream) + "\n")
     stream.flush()
+
+
+def _shown(text: str, stream: TextIO) -> str:
+    """`text` with escapes for what a terminal would obey (names come from strangers) or `stream` cannot encode."""
+    safe = _CONTROL.sub(lambda match: ascii(match.group())[1:-1], text)
+    encoding = stream.encoding or "utf-8"
+    return safe.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _styled(label: str, style: str, text: str) -> None:
     if sys.stderr.isatty():
         from rich.text import Text
 
-        _console(sys.stderr).print(Text.assemble((label, style), text), soft_wrap=True)
+        _console(sys.stderr).print(Text.assemble((label, style), _shown(text, sys.stderr)), soft_wrap=True)
     else:
         _write(sys.stderr, label + text)
 
@@ -146,11 +179,16 @@ def _rich_table(title: str | None, columns: Sequence[str], cells: Sequence[Seque
     from rich.table import Table
     from rich.text import Text
 
-    grid = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", header_style="bold")
+    grid = Table(
+        title=None if title is None else Text(_shown(title, sys.stdout)),
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        header_style="bold",
+    )
     for column in columns:
         grid.add_column(column, overflow="fold")
     for row in cells:
-        grid.add_row(*(Text(cell) for cell in row))
+        grid.add_row(*(Text(_shown(cell, sys.stdout)) for cell in row))
     _console(sys.stdout).print(grid)
 
 

@@ -15,6 +15,8 @@ AUTO_LETTERS = "acdefghijklmopqrstuvwxyz"
 """Letters for axes that nobody named, in the order in which they are handed out."""
 
 MAX_EXTENT = 2**63 - 1
+MAX_RANK = 64
+"""Most axes that numpy can represent."""
 
 
 def is_letter(key: object) -> bool:
@@ -33,6 +35,11 @@ def letter_problems(tensor: str, letters: str, dims: object, *, row_major: bool 
     `row_major` is False for the older column-major manifests, where upper-case ``N`` and ``B`` are ordinary letters.
     """
     where = f"tensor {tensor!r}"
+    if len(letters) > MAX_RANK:
+        yield ManifestError(
+            f"{where}: shape has {len(letters)} letters; at most {MAX_RANK} axes are possible", rule="B-17"
+        )
+        return
     if not isinstance(dims, dict):
         yield ManifestError(f"{where}: dims must be a mapping letter → size, got {dims!r}", rule="B-16")
     strange = _unique(c for c in letters if not is_letter(c))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,7 @@ def export_bundle(
     bundle does not pass the gate.
     """
     run = _front_end(frontend)
-    path = Path(dir).absolute()
+    path = Path(os.path.abspath(dir))
     options = ExportOptions(
         dir=path,
         name=path.name if name is None else name,
@@ -93,7 +94,7 @@ def export_bundle(
         output_names=output_names,
         input_batch_axes=input_batch_axes,
         output_batch_axes=output_batch_axes,
-        axis_letters=dict(axis_letters or {}),
+        axis_letters=axis_letters if axis_letters is not None else {},
         client_inputs=client_inputs,
         client_outputs=client_outputs,
         hooks=hooks,

@@ -33,6 +33,7 @@ class Factory:
 
 _KEYS = tuple(field.name for field in fields(Factory))
 _REQUIRED = _KEYS[:3]
+_FORM = "write package.module:function or path/to/file.py:function"
 _WANTED = "want (fn, params, inputs), or a dict with the keys fn, params, inputs and optionally " + ", ".join(_KEYS[3:])
 
 
@@ -40,7 +41,9 @@ def load_factory(spec: str) -> Callable[[], Any]:
     """The callable that `spec` names. Raises UsageError when it is not there, ExportError when the import fails."""
     source, colon, attribute = spec.rpartition(":")
     if not colon or not source or not attribute:
-        raise UsageError(f"{spec!r} is not MODULE:FN", hint="write package.module:function or path/to/file.py:function")
+        raise UsageError(f"{spec!r} is not MODULE:FN", hint=_FORM)
+    if source.startswith(".") and not source.endswith(".py"):
+        raise UsageError(f"{spec!r}: a module is named from the top, not relative to another", hint=_FORM)
     module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
     found: Any = module
     for part in attribute.split("."):
@@ -55,8 +58,16 @@ def load_factory(spec: str) -> Callable[[], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def call_factory(spec: str) -> Factory:
-    """Load and call the factory, and check the form of what it returned."""
+def call_factory(spec: str, *, x64: bool | None = None) -> Factory:
+    """Load and call the factory, and check the form of what it returned.
+
+    With `x64`, in that 64-bit mode of JAX: arrays that the factory makes with `jax.numpy` are narrowed in the other.
+    """
+    if x64 is not None:
+        import jax
+
+        with jax.enable_x64(x64):
+            return call_factory(spec)
     factory = load_factory(spec)
     try:
         inspect.signature(factory).bind()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,9 @@ from rsrv.bundle.iospec import IOSpec
 from rsrv.core.dtypes import DType
 from rsrv.core.errors import ExportError
 from rsrv.export.specs import InputSpec, parse_input_spec
+
+MAX_INPUT_BYTES = 2**40
+"""Most bytes of one row of an input; above, a size was mistyped."""
 
 
 @dataclass(frozen=True)
@@ -107,21 +111,31 @@ def _axes(
 def _example(name: str, value: Any, axis: int | None) -> Example:
     if not _has_shape(value):
         raise ExportError(
-            f"input {name!r} is a {type(value).__name__}, want an array, a jax.ShapeDtypeStruct or 'NAME=f32[1,3]'"
+            f"input {name!r} is a {type(value).__name__}, want an array, a jax.ShapeDtypeStruct or 'NAME=f32[1,3]'",
+            hint="np.asarray(value, np.float32) makes an array of numbers",
         )
     try:
         dtype = value.dtype if isinstance(value.dtype, DType) else DType.from_numpy(value.dtype)
     except TypeError as error:
         raise ExportError(f"input {name!r}: {error}") from None
     shape = tuple(int(size) for size in value.shape)
+    valid = _is_axis(axis, len(shape))
+    batch_axis = axis % len(shape) if axis is not None and valid else None
+    fixed = [size for index, size in enumerate(shape) if index != batch_axis]
+    if 0 in fixed or math.prod(fixed) * dtype.itemsize > MAX_INPUT_BYTES:
+        raise ExportError(f"input {name!r} has shape {list(shape)}, want sizes above 0 that fit into memory")
     if axis is None:
         return Example(name, dtype, shape, None)
-    if isinstance(axis, bool) or not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
+    if not valid:
         raise ExportError(
             f"input {name!r} has shape {list(shape)}, which has no axis {axis!r} for the batch",
             hint="say which axis in input_batch_axes, or use batch_sizes=None",
         )
-    return Example(name, dtype, shape, axis % len(shape))
+    return Example(name, dtype, shape, batch_axis)
+
+
+def _is_axis(axis: object, rank: int) -> bool:
+    return isinstance(axis, int) and not isinstance(axis, bool) and -rank <= axis < rank
 
 
 def _require_all_batched(examples: Sequence[Example]) -> None:

@@ -31,6 +31,8 @@ from rsrv.stablehlo.artifact import DEFAULT_VERSION, serialize
 
 log = logging.getLogger(__name__)
 
+_ONE_SIZE = "let the function take the batch size from its inputs (x.shape[0]), or export it with batch_sizes=None"
+
 TESTED_JAX = ((0, 10), (0, 11))
 """Versions of JAX that the front ends were tested with: from the first to below the second."""
 
@@ -77,7 +79,7 @@ def _export_in_mode(
     precision = options.matmul_precision
     with jax.default_matmul_precision(precision) if precision is not None else nullcontext():
         effective = jax.config.jax_default_matmul_precision or "default"  # type: ignore[attr-defined]
-        traced = {key: model.trace(key or None) for key in options.programs}
+        traced = _traced(model, options.programs)
         traces = [trace for trace, _ in traced.values()]
         outputs = _output_specs(model, {key: found for key, (_, found) in traced.items()}, options)
         programs = Programs.of(model, traces, drop_unused_inputs=options.drop_unused_inputs)
@@ -124,6 +126,20 @@ def _export_in_mode(
     )
 
 
+def _traced(model: Model, programs: Sequence[int]) -> dict[int, tuple[Trace, tuple[Output, ...]]]:
+    """The function traced for every program."""
+    traced: dict[int, tuple[Trace, tuple[Output, ...]]] = {}
+    for key in programs:
+        try:
+            traced[key] = model.trace(key or None)
+        except ExportError as error:
+            if not traced:
+                raise
+            done = ", ".join(map(str, traced))
+            raise ExportError(f"{error.message}\nIt can be traced at batch size {done}.", hint=_ONE_SIZE) from error
+    return traced
+
+
 def _output_specs(model: Model, traced: Mapping[int, tuple[Output, ...]], options: ExportOptions) -> list[IOSpec]:
     """Names, dtypes and verified batch axes of the outputs; a single batch size is compared with its double."""
     first = next(iter(traced.values()))
@@ -143,7 +159,7 @@ def _output_specs(model: Model, traced: Mapping[int, tuple[Output, ...]], option
             except ExportError as error:
                 raise ExportError(
                     f"the batch axes of the outputs are found by tracing at a second batch size, and {error.message}",
-                    hint="a function for one batch size only is exported with batch_sizes=None",
+                    hint=_ONE_SIZE,
                 ) from error
         axes = _output_axes(compared, options)
     return [

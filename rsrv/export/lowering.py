@@ -56,7 +56,8 @@ class Model:
 
         specs = [*self.input_specs(batch), *(weight.spec() for weight in self.params.weights)]
         at = "" if batch is None else f" at batch size {batch}"
-        with user_code(f"tracing the function{at}"):
+        called = f"it was called as fn({', '.join(('params', *(example.name for example in self.examples)))})"
+        with user_code(f"tracing the function{at}", hint=called):
             closed = jax.make_jaxpr(flat)(*specs)
         outputs = [_output(name, aval) for name, aval in zip(names, closed.out_avals, strict=True)]
         return capture(closed, self.params.random_keys), tuple(outputs)

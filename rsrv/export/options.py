@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rsrv.bundle.files import is_passing, name_problem
 from rsrv.core.errors import ExportError
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ Precision = Literal["default", "high", "highest"]
 Axes = Sequence[int | None] | Mapping[str, int | None]
 
 _PRECISIONS = (None, "default", "high", "highest")
+_PLATFORMS = (None, "cpu", "cuda")
+MAX_BATCH_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +56,22 @@ class ExportOptions:
             raise ExportError(
                 f"the bundle {self.dir} cannot be named {self.name!r}: a bundle's name is its directory's name"
             )
+        if (problem := name_problem(self.name)) is not None:
+            raise ExportError(f"a bundle cannot be called {self.name!r}: the name {problem}")
+        if is_passing(self.name):
+            raise ExportError(
+                f"a bundle cannot be called {self.name!r}: servers skip such names",
+                hint="names of bundles neither begin with a dot nor end with .partial, .tmp or ~",
+            )
         if self.matmul_precision not in _PRECISIONS:
-            raise ExportError(f"matmul_precision is {self.matmul_precision!r}, want one of {_PRECISIONS}")
+            raise ExportError(f"matmul_precision is {self.matmul_precision!r}, want default, high or highest")
+        if self.platform not in _PLATFORMS:
+            raise ExportError(f"platform is {self.platform!r}, want cpu or cuda")
+        for option in ("input_names", "output_names"):
+            _require_names(option, getattr(self, option))
+        for option in ("input_batch_axes", "output_batch_axes"):
+            _require_axes(option, getattr(self, option))
+        _require_letters(self.axis_letters)
         if self.dir.exists() and not self.overwrite:
             raise ExportError(f"{self.dir} exists", hint="overwrite=True (or --overwrite) replaces it as a whole")
 
@@ -68,6 +85,8 @@ def checked_batch_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
     """`sizes` ascending. Raises ExportError unless they are unique positive integers; None stays None."""
     if sizes is None:
         return None
+    if not isinstance(sizes, Iterable):
+        raise ExportError(f"batch_sizes is {sizes!r}, want a list of integers such as [1, 8]")
     values = [_positive(size) for size in sizes]
     if not values:
         raise ExportError("batch_sizes is empty", hint="batch_sizes=None exports one program without a batch axis")
@@ -81,6 +100,30 @@ def _positive(size: object) -> int:
         value = 0 if isinstance(size, bool) else operator.index(size)  # type: ignore[arg-type]
     except TypeError:
         value = 0
-    if value < 1:
-        raise ExportError(f"batch size {size!r} is not a positive integer")
+    if not 1 <= value <= MAX_BATCH_SIZE:
+        raise ExportError(f"batch size {size!r} is not an integer from 1 to {MAX_BATCH_SIZE}")
     return value
+
+
+def _require_names(option: str, names: object) -> None:
+    if names is None:
+        return
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ExportError(f"{option} is {names!r}, want a list of names, in order")
+
+
+def _require_axes(option: str, axes: object) -> None:
+    if axes is None:
+        return
+    listed = list(axes.values()) if isinstance(axes, Mapping) else axes
+    if not isinstance(listed, (list, tuple)) or not all(axis is None or _is_integer(axis) for axis in listed):
+        raise ExportError(f"{option} is {axes!r}, want a list of axes, or a mapping name → axis")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_letters(letters: object) -> None:
+    if not isinstance(letters, Mapping) or not all(isinstance(part, str) for pair in letters.items() for part in pair):
+        raise ExportError(f"axis_letters is {letters!r}, want a mapping tensor name → letters, such as {{'x': 'hwc'}}")

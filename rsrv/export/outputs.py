@@ -11,6 +11,8 @@ import numpy as np
 
 from rsrv.core.errors import ExportError
 
+_WRAP = "wrap the function in one that returns only the arrays to serve"
+
 
 def named_outputs(result: Any, names: Sequence[str] | None) -> list[tuple[str, jax.Array]]:
     """The arrays of `result` in program order with their names.
@@ -28,7 +30,7 @@ def named_outputs(result: Any, names: Sequence[str] | None) -> list[tuple[str, j
     else:
         raise ExportError(
             f"the function returned a {type(result).__name__}, want an array, a flat tuple or list, or a flat dict",
-            hint="wrap the function in one that picks the arrays to serve",
+            hint=_WRAP,
         )
     if not pairs:
         raise ExportError("the function returned no array")
@@ -62,7 +64,7 @@ def _from_sequence(result: Sequence[Any], names: Sequence[str] | None) -> list[t
 
 def _array(name: str, position: int, value: Any) -> jax.Array:
     if not _is_array(value):
-        raise ExportError(f"output {position} ({name!r}) is a {type(value).__name__}, want an array")
+        raise ExportError(f"output {position} ({name!r}) is a {type(value).__name__}, want an array", hint=_WRAP)
     return jnp.asarray(value)
 
 

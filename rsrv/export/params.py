@@ -17,6 +17,7 @@ import numpy as np
 
 from rsrv.core.dtypes import DType
 from rsrv.core.errors import ExportError
+from rsrv.export.usercode import user_code
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +57,8 @@ class Params:
 
 def flatten_params(params: Any) -> Params:
     """Flatten `params`. Raises ExportError for arrays that no bundle can hold, and for leaves without any array."""
-    with_paths, treedef = jax.tree_util.tree_flatten_with_path(params)
+    with user_code("flattening params", hint="the keys of a dict have to be of one kind: all strings or all integers"):
+        with_paths, treedef = jax.tree_util.tree_flatten_with_path(params)
     leaves = tuple(leaf for _, leaf in with_paths)
     names = _Names()
     weights, positions, keys = [], [], {}
@@ -74,8 +76,8 @@ def flatten_params(params: Any) -> Params:
         kinds = sorted({type(leaf).__name__ for leaf in leaves})
         raise ExportError(
             f"params holds no array, only {', '.join(kinds)}",
-            hint="a class of your own is a pytree after jax.tree_util.register_dataclass; a model without weights "
-            "takes params={}",
+            hint="make numbers arrays with np.asarray; a class of your own is a pytree after "
+            "jax.tree_util.register_dataclass; a model without weights takes params={}",
         )
     return Params(tuple(weights), keys, leaves, tuple(positions), treedef)
 
@@ -107,10 +109,14 @@ def abstract(shape: tuple[int, ...], dtype: Any, *, weak_type: bool = False) -> 
 
 
 def _checked(name: str, value: Any) -> Weight:
+    if isinstance(value, np.ma.MaskedArray):
+        raise ExportError(
+            f"weight {name!r} is a masked array, whose mask no bundle can hold", hint="use array.filled()"
+        )
     try:
         DType.from_numpy(value.dtype)
     except TypeError as error:
-        raise ExportError(f"weight {name!r}: {error}") from None
+        raise ExportError(f"weight {name!r}: {error}", hint="convert it, or split it into parts that fit") from None
     return Weight(name, value)
 
 

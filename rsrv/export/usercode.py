@@ -19,16 +19,38 @@ _FOREIGN = (
     "<frozen",
 )
 
+_INFERENCE = "put the model in inference mode (deterministic=True, use_running_average=True, model.eval())"
+_VALUES = "the values of the inputs are not known while tracing: use jax.numpy, jnp.where or jax.lax.cond instead"
+_HINTS = {
+    "ModifyScopeVariableError": _INFERENCE,
+    "InvalidRngError": _INFERENCE,
+    "TraceContextError": _INFERENCE,
+    "ConcretizationTypeError": _VALUES,
+    "TracerArrayConversionError": _VALUES,
+    "TracerIntegerConversionError": _VALUES,
+    "NonConcreteBooleanIndexError": _VALUES,
+}
+
 
 @contextmanager
 def user_code(what: str, *, hint: str | None = None) -> Iterator[None]:
-    """Turn an exception of the enclosed user code into an ExportError with the type, the text and the user's frames."""
+    """Turn an exception of the enclosed user code into an ExportError with the type, the text and the user's frames.
+
+    Also SystemExit: a script that ends itself, even with success, has not made a model. `hint` is for errors that are
+    not known better.
+    """
     try:
         yield
     except RsrvError:
         raise
-    except Exception as error:
-        raise ExportError(f"{what} raised {describe(error)}", hint=hint) from error
+    except (Exception, SystemExit) as error:
+        raise ExportError(f"{what} raised {describe(error)}", hint=_hint(error) or hint) from error
+
+
+def _hint(error: BaseException) -> str | None:
+    """The way out of the mistakes that everybody makes once, by the type that JAX or flax raises."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return next((hint for name, hint in _HINTS.items() if name in names), None)
 
 
 def describe(error: BaseException) -> str:

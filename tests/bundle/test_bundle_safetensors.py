@@ -350,3 +350,20 @@ def test_every_set_of_arrays_survives_writing_and_reading(tmp_path_factory, item
     # The stock library of this version has no name for one of the numpy dtypes, so it only checks the file.
     with safetensors.safe_open(path, framework="np") as file:
         assert set(file.keys()) == set(items)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        raw({"a": tensor(0, 4, shape=[10**4000] * 60)}, bytes(4)),
+        raw({"a": tensor(0, 10**4000)}, bytes(4)),
+        raw({"a": [[]] * 100_000}),
+        raw({"a": tensor(0, 4, "F" * 100_000)}, bytes(4)),
+        raw({"__metadata__": {"k" * 100_000: 1}}),
+        raw({"n" * 100_000: tensor(0, 3)}, bytes(4)),
+    ],
+)
+def test_a_refusal_quotes_the_beginning_of_a_huge_value(weights, content):
+    with pytest.raises(WeightsError) as raised:
+        read_header(weights(content))
+    assert len(raised.value.message) < 3000

@@ -9,7 +9,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsrv.bundle.manifest import KEYS, MAX_MANIFEST_BYTES, load_manifest, load_mapping, manifest_problems
+from rsrv.bundle.directory import bundle_problems
+from rsrv.bundle.manifest import (
+    KEYS,
+    MAX_MANIFEST_BYTES,
+    MAX_MANIFEST_NODES,
+    load_manifest,
+    load_mapping,
+    manifest_problems,
+)
 from rsrv.bundle.outline import key_lines, replace_block
 from rsrv.bundle.text import emit_block, emit_manifest
 from rsrv.core.errors import ManifestError
@@ -227,3 +235,55 @@ def test_one_block_is_replaced_and_every_other_byte_stays(before, after):
 
 def test_a_root_in_flow_style_has_no_lines_to_replace():
     assert replace_block('{"k": 1}\n', "files", BLOCK, before="x-") is None
+
+
+HOSTILE = {
+    "more values than any manifest has": "x-k: [" + "1," * 100_000 + "]\n",
+    "anchors": "x-k: [" + ",".join(f"&a{i} 1" for i in range(20_000)) + "]\n",
+    "keys": "x-k: {" + ",".join(f"k{i}: 1" for i in range(10_000)) + "}\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_manifest_of_many_values_is_refused_before_all_of_it_is_parsed(make_bundle, manifest, name):
+    text = yaml.safe_dump(manifest()) + HOSTILE[name]
+    with pytest.raises(ManifestError, match=f"more than {MAX_MANIFEST_NODES} values") as raised:
+        load_manifest(make_bundle(manifest=text))
+    assert len(raised.value.message) < 200
+
+
+def test_the_digests_of_as_many_files_as_fit_into_a_manifest_are_read(make_bundle, manifest):
+    count = 2300
+    files = {f"f{i:04}": {"size": 1, "sha256": f"{i:064x}"} for i in range(count)}
+    text = emit_manifest(manifest(files=files), KEYS)
+    assert MAX_MANIFEST_BYTES * 0.8 < len(text) < MAX_MANIFEST_BYTES
+    assert len(load_manifest(make_bundle(manifest=text)).files) == count
+
+
+def test_a_shape_of_more_letters_than_axes_can_be_is_refused_in_one_sentence(make_bundle, manifest):
+    tensor = {"name": "image", "dtype": "f32", "shape": "ac" * 100_000, "dims": {"a": 1, "c": 1}}
+    problems = manifest_problems(make_bundle(manifest=manifest(executable_inputs=[tensor])))
+    assert [(problem.rule, len(problem.message) < 200) for problem in problems] == [("B-17", True)]
+
+
+def test_a_message_quotes_the_beginning_of_a_huge_value(make_bundle, manifest):
+    tensor = {"name": "image", "dtype": "x" * 200_000, "shape": "n"}
+    (problem,) = manifest_problems(make_bundle(manifest=manifest(executable_inputs=[tensor])))
+    assert "xxxxxxxx" in problem.message
+    assert len(problem.message) < 3000
+
+
+def test_variants_times_batch_sizes_are_bounded(make_bundle, manifest):
+    tensor = {"name": "image", "dtype": "f32", "shape": "na", "dims": {"a": -1}}
+    text = manifest(
+        executable_inputs=[tensor],
+        batching={"compiled_batch_sizes": list(range(1, 2001))},
+        input_shapes=[{"a": size} for size in range(1, 2001)],
+    )
+    (problem,) = bundle_problems(make_bundle(manifest=text, programs=("model.v0.b1.mlir",)))
+    assert problem.rule == "B-46"
+    assert "ask for 4000000 programs" in problem.message
+
+
+def test_a_text_that_the_outline_cannot_read_has_no_lines_to_replace():
+    assert replace_block('a: "\\ud800"\n', "files", "files: {}\n", before="x-") is None

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import logging
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from rsrv.bundle import open_bundle
+from rsrv.bundle import open_bundle, read_header
 from rsrv.cli.main import main
 
 MODEL = """
@@ -144,3 +148,95 @@ def test_an_unused_input_is_named_with_what_to_do(model: str, capsys: pytest.Cap
     printed = capsys.readouterr().err
     assert "no output depends on the input 'extra'" in printed
     assert "drop_unused_inputs" in printed
+
+
+def test_what_the_model_prints_stays_out_of_the_result(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(tmp_path / model, "a") as file:
+        file.write("\nprint('imported')\ndef chatty():\n    print('called')\n    return plain()\n")
+    assert export(f"{model}:chatty", "--out", "net", "--no-diff", "--json") == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["name"] == "net"
+    assert "imported" in printed.err
+    assert "called" in printed.err
+
+
+def test_a_factory_that_exits_with_success_has_not_exported_anything(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(tmp_path / model, "a") as file:
+        file.write("\nimport sys\ndef quits():\n    sys.exit(0)\n")
+    assert export(f"{model}:quits", "--out", "net") == 1
+    assert "raised SystemExit" in capsys.readouterr().err
+
+
+def test_the_64_bit_mode_is_also_that_of_the_factory(model: str, tmp_path: Path) -> None:
+    with open(tmp_path / model, "a") as file:
+        file.write(
+            "\ndef wide():\n    import jax.numpy as jnp\n"
+            "    return linear, {'w': jnp.ones((4, 3), jnp.float64)}, {'x': np.zeros((1, 4), np.float64)}\n"
+        )
+    assert export(f"{model}:wide", "--out", "net", "--x64", "--no-diff") == 0
+    manifest = open_bundle(tmp_path / "net").manifest
+    assert manifest.executable_outputs[0].dtype.value == "f64"
+    assert manifest.provenance["x64"] is True
+    header = read_header(tmp_path / "net" / "weights.safetensors")
+    assert header.tensors["w"].dtype.value == "f64"
+
+
+def test_a_warning_of_the_export_reads_like_a_warning_of_the_command(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(tmp_path / model, "a") as file:
+        file.write("\ndef sums():\n    return lambda p, x: x.sum(), {}, {'x': np.zeros((1, 4), np.float32)}\n")
+    with logging_without_handlers():
+        assert export(f"{model}:sums", "--out", "net", "--no-diff") == 0
+    assert "warning: output does not follow the batch size" in capsys.readouterr().err
+
+
+@contextmanager
+def logging_without_handlers() -> Iterator[None]:
+    """As in a process of its own: pytest adds handlers that collect records."""
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        yield
+    finally:
+        root.handlers = handlers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--platform", "tpu"], "--platform tpu is neither cpu nor cuda"),
+        (["--batch-sizes", "99999999999999999999"], "is not an integer from 1 to"),
+    ],
+)
+def test_a_value_that_no_program_can_have_is_refused(
+    model: str, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert export(f"{model}:plain", "--out", "net", *arguments) in (1, 2)
+    assert says in capsys.readouterr().err
+
+
+def test_a_relative_module_is_a_usage_error(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(".model:plain", "--out", "net") == 2
+    assert "named from the top" in capsys.readouterr().err
+
+
+def test_a_full_disk_names_the_bundle_and_leaves_nothing(model: str, tmp_path: Path) -> None:
+    (tmp_path / "big.py").write_text(
+        "import numpy as np\n"
+        "def make(): return lambda p, x: x @ p['w'], {'w': np.ones((4, 50_000), np.float32)}, "
+        "{'x': np.ones((1, 4), np.float32)}\n"
+    )
+    code = (
+        "import resource, sys; from rsrv.cli.main import main; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16)); "
+        "sys.exit(main(['export', 'jax', 'big.py:make', '--out', 'models/net', '--no-diff']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1, ended.stderr
+    assert f"{tmp_path / 'models' / 'net'} cannot be written: File too large" in ended.stderr
+    assert list((tmp_path / "models").iterdir()) == []

@@ -306,3 +306,35 @@ def test_the_application_offers_every_command_of_this_release():
         "config schema",
         "config check",
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b]0;owned\x07\x9b2J", "\\x1b]0;owned\\x07\\x9b2J"),
+        ("right\u202eleft", "right\\u202eleft"),
+        ("file \udcff", "file \\udcff"),
+        ("two\n\tlines, naïve 日本", "two\n\tlines, naïve 日本"),
+    ],
+)
+def test_names_that_strangers_chose_cannot_command_the_terminal(capsys, text, shown):
+    output.data(text)
+    output.warn(text)
+    output.table(None, ["name"], [(text,)])
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"{shown}\n")
+    assert printed.err == f"warning: {shown}\n"
+    assert shown in printed.out.removeprefix(shown)
+
+
+def test_a_terminal_without_unicode_shows_escapes_instead_of_an_error():
+    code = "from rsrv.cli import output; output.data('x → é'); output.error('x → é')"
+    ended = run_python(code, env={"PYTHONIOENCODING": "ascii"})
+    assert (ended.returncode, ended.stdout) == (0, "x \\u2192 \\xe9\n")
+    assert ended.stderr == "error: x \\u2192 \\xe9\n"
+
+
+def test_a_failed_write_says_why_also_when_the_system_names_no_file(failing, capsys):
+    failing(OSError(28, "No space left on device"))
+    assert main(["env"]) == 1
+    assert capsys.readouterr().err == "error: No space left on device\n"

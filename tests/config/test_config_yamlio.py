@@ -140,3 +140,17 @@ def test_the_number_of_aliases_is_bounded():
     assert len(load_yaml(text, what="f")["b"]) == MAX_ALIASES
     with pytest.raises(YamlError, match=f"more than {MAX_ALIASES} aliases"):
         load_yaml(text.replace("]", ", *a]"), what="f")
+
+
+@pytest.mark.parametrize("text", ['a: "\\ud800"', '"\\udfff": 1', 'a: ["\\uD83D\\uDE00"]'])
+def test_half_of_a_surrogate_pair_is_refused_where_it_is_written(text):
+    with pytest.raises(YamlError, match="half of a surrogate pair") as raised:
+        load_yaml(text, what="f")
+    assert raised.value.line == 1
+
+
+def test_the_number_of_values_is_bounded_while_they_are_read():
+    assert len(load_yaml("[1, 2, 3]", what="f", max_nodes=4)) == 3
+    with pytest.raises(YamlError, match="more than 4 values") as raised:
+        load_yaml("[1, 2, 3, 4, ]]]", what="f", max_nodes=4)
+    assert raised.value.column == 11

@@ -334,7 +334,18 @@ def test_without_a_pool_the_gate_uses_one_of_its_own(tmp_path: Path) -> None:
     ("options", "says"),
     [
         ({"batch_sizes": []}, "batch_sizes is empty"),
-        ({"batch_sizes": [0]}, "batch size 0 is not a positive integer"),
+        ({"batch_sizes": [0]}, "batch size 0 is not an integer from 1 to 2147483647"),
+        ({"batch_sizes": [2**31]}, "batch size 2147483648 is not an integer from 1"),
+        ({"batch_sizes": 4}, "batch_sizes is 4, want a list"),
+        ({"batch_sizes": "1,4"}, "batch size '1' is not an integer"),
+        ({"input_names": 5}, "input_names is 5, want a list of names"),
+        ({"output_names": "y"}, "output_names is 'y', want a list of names"),
+        ({"output_names": [5]}, "output_names is [5], want a list of names"),
+        ({"input_batch_axes": 0}, "input_batch_axes is 0, want a list of axes"),
+        ({"output_batch_axes": {"output": "first"}}, "want a list of axes"),
+        ({"axis_letters": ["a"]}, "axis_letters is ['a'], want a mapping"),
+        ({"axis_letters": {"x": 3}}, "want a mapping tensor name"),
+        ({"platform": "tpu"}, "platform is 'tpu', want cpu or cuda"),
         ({"batch_sizes": [True]}, "batch size True"),
         ({"batch_sizes": [2, 2]}, "repeats a size"),
         ({"name": "other"}, "cannot be named 'other'"),
@@ -357,3 +368,46 @@ def test_an_unknown_front_end_and_a_wrong_number_of_arguments_are_explained(tmp_
     assert raised.value.hint == "did you mean 'jax'?"
     with pytest.raises(ExportError, match=r"front end 'jax-fn' takes \(f, inputs, weights\), got 2 arguments"):
         export_bundle("jax-fn", linear, X, dir=tmp_path / "net")
+
+
+@pytest.mark.parametrize("name", [".hidden", "net.partial", "net~", "__pycache__", "line\nbreak", "back\\slash"])
+def test_a_name_that_no_server_would_find_is_refused_before_anything_is_traced(
+    export: Any, tmp_path: Path, name: str
+) -> None:
+    traced: list[object] = []
+    with pytest.raises(ExportError, match="cannot be called"):
+        export(lambda params, x: traced.append(x), dir=tmp_path / name)
+    assert not traced
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_path_is_taken_as_the_file_system_takes_it(export: Any, tmp_path: Path) -> None:
+    path = export(linear, {"w": W}, dir=tmp_path / "other" / ".." / "net")
+    assert path == tmp_path / "net"
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"w": np.ma.masked_less(W, 0)}, "weight 'w' is a masked array"),
+        ({"w": W, 0: W}, "flattening params raised ValueError"),
+        ({"w": [[1.0, 2.0]]}, "params holds no array, only float"),
+        ({"w": W.astype(np.complex64)}, "weight 'w': dtype complex64 is not supported"),
+    ],
+)
+def test_parameters_that_would_lose_something_are_refused_with_a_way_out(export: Any, params: Any, says: str) -> None:
+    with pytest.raises(ExportError, match=says) as raised:
+        export(linear, params)
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (1, 2**62), (1, 2**30, 2**30)])
+def test_an_input_of_an_impossible_size_is_refused_by_name(export: Any, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ExportError, match="input 'x' has shape"):
+        export(lambda params, x: x, inputs={"x": jax.ShapeDtypeStruct(shape, np.float32)})
+
+
+def test_a_function_that_one_batch_size_alone_fits_says_which(export: Any) -> None:
+    with pytest.raises(ExportError, match="It can be traced at batch size 1") as raised:
+        export(lambda params, x: x.reshape(1, 2, 2), batch_sizes=[1, 4])
+    assert "x.shape[0]" in (raised.value.hint or "")
