@@ -68,6 +68,10 @@ def jax(
             "--x64/--no-x64", help="Trace in JAX's 64-bit mode (default: as JAX_ENABLE_X64 says).", show_default=False
         ),
     ] = None,
+    no_row_check: Annotated[
+        bool,
+        typer.Option("--no-row-check", help="Do not check that a row's answer is independent of the other rows."),
+    ] = False,
     no_diff: Annotated[
         bool, typer.Option("--no-diff", help="Do not store uncommitted changes of the sources.")
     ] = False,
@@ -114,6 +118,7 @@ def jax(
             stablehlo_version=stablehlo_version,
             drop_unused_inputs=drop_unused_inputs,
             x64=x64,
+            row_check=not no_row_check,
             diff=not no_diff,
             overwrite=overwrite,
         )

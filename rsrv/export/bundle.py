@@ -36,6 +36,7 @@ def export_bundle(
     stablehlo_version: str | None = None,
     drop_unused_inputs: bool = False,
     x64: bool | None = None,
+    row_check: bool = True,
     provenance: Mapping[str, Any] | None = None,
     collect_git: bool = True,
     diff: bool = True,
@@ -74,6 +75,8 @@ def export_bundle(
         x64: trace in JAX's 64-bit mode or not; default: as JAX is configured in this process (``JAX_ENABLE_X64``), so
             that the bundle computes what ``jax.jit(fn)`` computes here. Outside of that mode 64-bit inputs are refused
             and 64-bit parameters narrowed, as JAX narrows them.
+        row_check: run the function on random rows, and refuse it when a row's answer depends on the rows beside it or
+            on its place: a server that merges requests would answer them wrongly.
         provenance: further provenance; wins over what is collected.
         collect_git: record commit, branch and remote of the repository in the current directory.
         diff: with `collect_git`, keep uncommitted changes as ``working_tree.patch``.
@@ -104,6 +107,7 @@ def export_bundle(
         stablehlo_version=stablehlo_version,
         drop_unused_inputs=drop_unused_inputs,
         x64=x64,
+        row_check=row_check,
         provenance=dict(provenance or {}),
         collect_git=collect_git,
         diff=diff,

@@ -27,6 +27,8 @@ from rsrv.export.lowering import Model, Output, Programs, computes_in_float64
 from rsrv.export.options import ExportOptions
 from rsrv.export.params import Params, Weight, flatten_params, named_weights
 from rsrv.export.provenance import export_provenance
+from rsrv.export.rows import require_independent_rows
+from rsrv.export.usercode import user_code
 from rsrv.stablehlo.artifact import DEFAULT_VERSION, serialize
 
 log = logging.getLogger(__name__)
@@ -83,6 +85,8 @@ def _export_in_mode(
         traces = [trace for trace, _ in traced.values()]
         outputs = _output_specs(model, {key: found for key, (_, found) in traced.items()}, options)
         programs = Programs.of(model, traces, drop_unused_inputs=options.drop_unused_inputs)
+        if options.row_check:
+            _check_rows(programs, list(traced), outputs)
         modules = {
             key: serialize(programs.lower(index, key or None, platform), version) for index, key in enumerate(traced)
         }
@@ -111,6 +115,7 @@ def _export_in_mode(
                 "export_platform": platform,
                 "matmul_precision": effective,
                 "x64": x64,
+                **({} if options.row_check else {"row_check": False}),
                 **{
                     key: list(names)
                     for key, names in (
@@ -124,6 +129,18 @@ def _export_in_mode(
         gate=bundle_gate(options.pool),
         overwrite=options.overwrite,
     )
+
+
+def _check_rows(programs: Programs, keys: Sequence[int], outputs: Sequence[IOSpec]) -> None:
+    """Nothing to check where nothing is ever merged or padded: one row at a time, or an output without a batch axis."""
+    axes = [(output.name, output.batch_axis) for output in outputs]
+    batched = [(name, axis) for name, axis in axes if axis is not None]
+    index = next((i for i, key in enumerate(keys) if key > 1), None)
+    if index is None or len(batched) < len(axes):
+        return
+    with user_code("running the function on random rows"):
+        run = programs.runner(index)
+        require_independent_rows(run, programs.inputs, batched, keys[index])
 
 
 def _traced(model: Model, programs: Sequence[int]) -> dict[int, tuple[Trace, tuple[Output, ...]]]:

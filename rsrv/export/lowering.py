@@ -117,17 +117,31 @@ class Programs:
 
     def lower(self, index: int, batch: int | None, platform: str) -> ir.Module:
         """The StableHLO module of trace number `index`, which was traced for `batch`."""
+        inputs = [abstract(example.shape_at(batch), example.dtype.numpy) for example in self.inputs]
+        specs = [*inputs, *(weight.spec() for weight in self.weights)]
+        traced = jax.jit(self._main(index), keep_unused=True).trace(*specs)
+        module: ir.Module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+        return module
+
+    def runner(self, index: int) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
+        """Runs the program of trace number `index` with the model's own weights, where JAX runs here."""
+        compiled = jax.jit(self._main(index))
+        weights = [weight.value for weight in self.weights]
+
+        def run(inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+            return [np.asarray(output) for output in compiled(*inputs, *weights)]
+
+        return run
+
+    def _main(self, index: int) -> Callable[..., list[Any]]:
+        """The entry function of trace number `index`: inputs, then weights, to outputs."""
         trace, slots = self._traces[index], self._slots[index]
 
         def main(*args: Any) -> list[Any]:
             values = [args[slot] if isinstance(slot, int) else slot for slot in slots]
             return jax.core.eval_jaxpr(trace.jaxpr, (), *values)
 
-        inputs = [abstract(example.shape_at(batch), example.dtype.numpy) for example in self.inputs]
-        specs = [*inputs, *(weight.spec() for weight in self.weights)]
-        lowered = jax.jit(main, keep_unused=True).trace(*specs).lower(lowering_platforms=(platform,))
-        module: ir.Module = lowered.compiler_ir("stablehlo")
-        return module
+        return main
 
 
 def computes_in_float64(traces: Iterable[Trace]) -> bool:

@@ -44,6 +44,7 @@ class ExportOptions:
     stablehlo_version: str | None = None
     drop_unused_inputs: bool = False
     x64: bool | None = None
+    row_check: bool = True
     provenance: Mapping[str, Any] = field(default_factory=dict)
     collect_git: bool = True
     diff: bool = True
