@@ -11,10 +11,10 @@ from rsrv.audit.findings import CheckReport, Finding
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def to_junit(reports: Sequence[CheckReport], *, strict: bool = False) -> str:
+def to_junit(reports: Sequence[CheckReport], *, strict: bool = False, name: str = "rsrv bundle check") -> str:
     """An XML document. Errors are failures, with `strict` warnings and skipped parts too; else warnings are output."""
     suites = [_suite(report, strict) for report in reports]
-    root = ElementTree.Element("testsuites", {"name": "rsrv bundle check", **_totals(suites)})
+    root = ElementTree.Element("testsuites", {"name": name, **_totals(suites)})
     root.extend(suites)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"

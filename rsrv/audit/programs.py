@@ -9,14 +9,29 @@ from contextlib import contextmanager
 from rsrv.audit.custom_calls import custom_call_findings
 from rsrv.audit.findings import Finding
 from rsrv.audit.signature import check_signature
+from rsrv.bundle.directory import Bundle
 from rsrv.bundle.manifest import Manifest
 from rsrv.bundle.safetensors import WeightsHeader
+from rsrv.bundle.variants import VariantKey
 from rsrv.core.errors import ProgramError
 from rsrv.runtime.compile_pool import CompilePool
 from rsrv.stablehlo.signature import ProgramReport
 
 PARSE_SECONDS = 120.0
 """Wall time that parsing one program may take; the largest programs we know take a few seconds."""
+
+
+Program = tuple[str, VariantKey, int]
+"""File, variant and batch key of a program; key 0 has no batch size in its name."""
+
+
+def programs_of(bundle: Bundle) -> list[Program]:
+    """Every program once; one that is specialised at load has key 0, as it is written."""
+    jobs = {}
+    for variant, programs in bundle.programs.items():
+        for batch_key, path in programs.items():
+            jobs[path.name] = (path.name, variant, 0 if bundle.manifest.batching.dynamic else batch_key)
+    return list(jobs.values())
 
 
 def bindings_missing() -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
+from rsrv.bundle.column_major import turned_key, weights_with_reversed_axes, with_reversed_axes
 from rsrv.bundle.manifest import Manifest
 from rsrv.bundle.safetensors import WeightsHeader
 from rsrv.core.errors import SignatureMismatch
@@ -48,6 +49,19 @@ def check_signature(
         batch_key: compiled batch size, 0 for a program that is not bound to one.
         weights: header of the weights, None when it could not be read; then only inputs and results are compared.
     """
+    problems = _differences(manifest, variant, batch_key, report, weights)
+    if problems and manifest.column_major:
+        problems += _row_major_after_all(manifest, variant, batch_key, report, weights)
+    return problems
+
+
+def _differences(
+    manifest: Manifest,
+    variant: tuple[int, ...],
+    batch_key: int,
+    report: ProgramReport,
+    weights: WeightsHeader | None,
+) -> list[str]:
     dynamic = manifest.batching.dynamic and batch_key == 0
     found, results = report.signature.arguments, report.signature.results
     problems: list[str] = []
@@ -64,7 +78,7 @@ def check_signature(
         else:
             problems += _compare("argument", inputs, found[: len(inputs)])
     else:
-        problems += _arguments(inputs, _weights(weights), found)
+        problems += _arguments(inputs, weights, found)
     problems += _results(manifest, batch, results)
     if not dynamic and (tensor := report.signature.dynamic()) is not None:
         problems.append(f"{tensor}: shapes have to be static (B-10)")
@@ -117,12 +131,13 @@ def _results(manifest: Manifest, batch: int | None, found: Sequence[TensorType])
     return _compare("result", slots, found)
 
 
-def _arguments(inputs: Sequence[_Slot], weights: Sequence[_Slot], found: Sequence[TensorType]) -> list[str]:
+def _arguments(inputs: Sequence[_Slot], header: WeightsHeader, found: Sequence[TensorType]) -> list[str]:
+    weights = _weights(header)
     slots = [*inputs, *weights]
     if len(found) != len(slots):
         return [_arity_problem(len(inputs), len(weights), slots, found)]
     problems = _compare("argument", slots, found)
-    if problems and (cause := _order_problem(weights, found[len(inputs) :])) is not None:
+    if problems and (cause := _order_problem(weights, found[len(inputs) :], header.column_major)) is not None:
         problems.append(cause)
     return problems
 
@@ -161,7 +176,7 @@ def _arity_problem(n_inputs: int, n_weights: int, slots: Sequence[_Slot], found:
     return problem
 
 
-def _order_problem(weights: Sequence[_Slot], found: Sequence[TensorType]) -> str | None:
+def _order_problem(weights: Sequence[_Slot], found: Sequence[TensorType], column_major: bool) -> str | None:
     """The likely cause when the weights of a program do not fit one by one."""
     declared = [(slot.dtype, slot.shape) for slot in weights]
     taken = [(tensor.dtype, tensor.shape) for tensor in found]
@@ -169,9 +184,32 @@ def _order_problem(weights: Sequence[_Slot], found: Sequence[TensorType]) -> str
         return None
     if Counter(declared) == Counter(taken):
         return "the same weights in another order would fit: argument_order does not match this program"
-    if [(dtype, shape[::-1]) for dtype, shape in declared] == taken:
+    if not column_major and [(dtype, shape[::-1]) for dtype, shape in declared] == taken:
         return "all weights would fit with reversed axes: they look column-major"
     return None
+
+
+def _row_major_after_all(
+    manifest: Manifest,
+    variant: tuple[int, ...],
+    batch_key: int,
+    report: ProgramReport,
+    weights: WeightsHeader | None,
+) -> list[str]:
+    """Whether the program would fit when manifest, weights or both of a format 2.0 bundle were row-major (B-67).
+
+    The format version decides all the same: what fits by its shapes alone may still be the wrong way round.
+    """
+    turned, key = with_reversed_axes(manifest), turned_key(manifest, variant)
+    plain = None if weights is None else weights_with_reversed_axes(weights)
+    for what, declared, sizes, header in (
+        ("the manifest", turned, key, weights),
+        ("the weights file", manifest, variant, plain),
+        ("all of it", turned, key, plain),
+    ):
+        if not _differences(declared, sizes, batch_key, report, header):
+            return [f"{what} looks row-major although format_version is {manifest.format_version} (B-67)"]
+    return []
 
 
 def _single_batch(manifest: Manifest, found: Sequence[TensorType]) -> tuple[int | None, list[str]]:

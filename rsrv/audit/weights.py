@@ -15,16 +15,18 @@ from rsrv.core.errors import BundleError, WeightsError
 _PART = 1 << 20
 
 
-def weights_findings(path: Path, *, digests: bool) -> tuple[WeightsHeader | None, list[Finding]]:
+def weights_findings(
+    path: Path, *, digests: bool, column_major: bool = False
+) -> tuple[WeightsHeader | None, list[Finding]]:
     """The header of the weights at `path` (None when it cannot be read) and what is wrong with the file.
 
-    With `digests` all bytes are read and compared with ``tensor_digests``.
+    `column_major` for a bundle of format 2.0. With `digests` all bytes are read and compared with ``tensor_digests``.
     """
     try:
-        header = read_header(path)
+        header = read_header(path, column_major=column_major)
     except BundleError as error:
         return None, [Finding("error", "weights", error.message, rule=error.rule, file=WEIGHTS, hint=error.hint)]
-    findings = [*_layout(header)]
+    findings = [] if column_major else [*_layout(header)]
     if digests and header.tensor_digests:
         findings += _digests(path, header)
     return header, findings

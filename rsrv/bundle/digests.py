@@ -13,7 +13,16 @@ from typing import Any, Literal
 
 from rsrv.bundle.blocks import FileDigest
 from rsrv.bundle.directory import Bundle
-from rsrv.bundle.files import HOOKS, MANIFEST, bundle_files, link_problem, open_regular, read_regular, sync_directory
+from rsrv.bundle.files import (
+    HOOKS,
+    LEGACY_HOOKS,
+    MANIFEST,
+    bundle_files,
+    link_problem,
+    open_regular,
+    read_regular,
+    sync_directory,
+)
 from rsrv.bundle.manifest import KEYS, MAX_MANIFEST_BYTES, load_mapping, parse_manifest
 from rsrv.bundle.outline import replace_block
 from rsrv.bundle.problems import violation
@@ -121,7 +130,8 @@ def seal(directory: Path | str) -> Mapping[str, FileDigest]:
     path = bundle / MANIFEST
     text = read_regular(path, max_bytes=MAX_MANIFEST_BYTES, error=ManifestError, rule="B-1")
     rest = {key: value for key, value in load_mapping(text).items() if key != "files"}
-    parse_manifest(rest, name=bundle.name, has_hooks=os.path.lexists(bundle / HOOKS))
+    has_hooks = any(os.path.lexists(bundle / file) for file in (HOOKS, LEGACY_HOOKS))
+    parse_manifest(rest, name=bundle.name, has_hooks=has_hooks)
     names = bundle_files(bundle)
     for name in names:
         trouble = link_problem(bundle / name, bundle.parent)

@@ -45,6 +45,7 @@ class Bundle:
             ``batching.dynamic`` all sizes share one file.
         weights_path: None only for a meta without weights.
         hooks_path: None without hooks.
+        warnings: what is in a bundle of format 2.0 without an effect.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Bundle:
     programs: Mapping[VariantKey, Mapping[int, Path]] = field(default_factory=dict)
     weights_path: Path | None = None
     hooks_path: Path | None = None
+    warnings: tuple[BundleError, ...] = ()
 
     def program_files(self) -> tuple[Path, ...]:
         """Every program file once, in the order of variants and batch sizes."""
@@ -98,13 +100,14 @@ def _distinct(roots: Sequence[Path | str]) -> list[Path]:
     return list(distinct.values())
 
 
-def open_bundle(path: Path | str) -> Bundle:
+def open_bundle(path: Path | str, *, unhooked: bool = False) -> Bundle:
     """Open the bundle in the directory `path`; its basename is the model's name.
 
+    `unhooked` takes a format 2.0 bundle whose hooks cannot run here without them; it has no effect on any other.
     Raises BundleError, or ManifestError, for the first problem: name, links out of the repository (the parent
     directory), manifest, programs, weights.
     """
-    bundle, problems = inspect_bundle(path)
+    bundle, problems = inspect_bundle(path, unhooked=unhooked)
     for problem in problems:
         raise problem
     assert bundle is not None
@@ -116,7 +119,7 @@ def bundle_problems(path: Path | str) -> list[BundleError]:
     return inspect_bundle(path)[1]
 
 
-def inspect_bundle(path: Path | str) -> tuple[Bundle | None, list[BundleError]]:
+def inspect_bundle(path: Path | str, *, unhooked: bool = False) -> tuple[Bundle | None, list[BundleError]]:
     """The bundle at `path` and its problems; None when there is not even a manifest that could be read.
 
     A bundle that comes with problems has the files that are there.
@@ -135,7 +138,7 @@ def inspect_bundle(path: Path | str) -> tuple[Bundle | None, list[BundleError]]:
         return None, [error]
     except OSError as error:
         return None, [violation(BundleError, "B-1", f"bundle {name!r}: {directory}: {error.strerror}")]
-    manifest, found = inspect_manifest(directory)
+    manifest, found = inspect_manifest(directory, unhooked=unhooked)
     if manifest is None:
         return None, list(found)
     problems: list[BundleError] = [*found]
@@ -161,6 +164,7 @@ def inspect_bundle(path: Path | str) -> tuple[Bundle | None, list[BundleError]]:
         },
         weights_path=directory / WEIGHTS if WEIGHTS in entries else None,
         hooks_path=directory / HOOKS if HOOKS in entries else None,
+        warnings=(*manifest.warnings, *listing.warnings),
     )
     return bundle, problems
 

@@ -42,7 +42,10 @@ def dtype_of_token(token: str) -> DType:
 
 
 def read_entries(value: object, key: str, problems: Problems, *, row_major: bool) -> tuple[TensorSpec, ...]:
-    """The specs of one of the four lists; entries that cannot be read are left out, with their problems noted."""
+    """The specs of one of the four lists, axes row-major; entries that cannot be read are left out and noted.
+
+    `row_major` is False for letters that were written in column-major order.
+    """
     if not isinstance(value, list):
         problems.add("B-25", f"{key} must be a list of tensor entries, got {value!r}", at=(key,))
         return ()
@@ -57,8 +60,7 @@ def _read_entry(entry: object, key: str, index: int, problems: Problems, row_maj
         problems.add("B-25", f"{where} must be a mapping with name, dtype and shape, got {entry!r}", at=at)
         return None
     label = f"{where} {entry['name']!r}" if isinstance(entry.get("name"), str) else where
-    if row_major:
-        problems.unknown_keys(entry, ENTRY_KEYS, at=at)
+    problems.unknown_keys(entry, ENTRY_KEYS, at=at)
     broken = False
     for field in ("name", "dtype", "shape"):
         text = entry.get(field)
@@ -85,4 +87,5 @@ def _read_entry(entry: object, key: str, index: int, problems: Problems, row_maj
     if dtype is None or trouble_with_letters:
         return None
     axes, batch_axis = parse_letters(letters, dims, tensor=name, row_major=row_major)
-    return TensorSpec(name, dtype, axes, letters, batch_axis)
+    spec = TensorSpec(name, dtype, axes, letters, batch_axis)
+    return spec if row_major else spec.reversed()

@@ -13,7 +13,10 @@ from rsrv.core.errors import BundleError
 MANIFEST = "manifest.yaml"
 WEIGHTS = "weights.safetensors"
 HOOKS = "model.py"
+LEGACY_HOOKS = "model.jl"
+"""Hooks of format 2.0 bundles, in a language that is not run here."""
 PATCH = "working_tree.patch"
+GOLDEN = "golden.safetensors"
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _PASSING_SUFFIXES = (".tmp", ".partial", ".swp", ".swo", ".swx", "~")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from rsrv.bundle.blocks import (
     read_meta_calls,
 )
 from rsrv.bundle.entries import read_entries
-from rsrv.bundle.files import HOOKS, MANIFEST, read_regular
+from rsrv.bundle.files import HOOKS, LEGACY_HOOKS, MANIFEST, read_regular
 from rsrv.bundle.outline import key_lines
 from rsrv.bundle.problems import KeyPath, Problems, violation
 from rsrv.bundle.rules import validate
@@ -35,7 +35,8 @@ from rsrv.core.yamlio import YamlError, load_yaml
 #
 # 3.0  2026-11-29  Axes are row-major: letters, weights and variant keys read as numpy shapes do. Adds axis_order,
 #                  files, hooks, batching.dynamic, qualified keys in input_shapes, x-*; unknown keys are errors.
-# 2.0  (older)     Column-major letters, weights with reversed axes. Recognised and refused: nothing here converts it.
+# 2.0  (older)     Column-major letters, weights with reversed axes, hooks in model.jl. Read, and turned row-major here;
+#                  unknown keys are warnings.
 FORMAT_VERSION = "3.0"
 OLDER_FORMAT_VERSION = "2.0"
 _SPELLINGS = {"3.0": FORMAT_VERSION, "3": FORMAT_VERSION, "2.0": OLDER_FORMAT_VERSION, "2": OLDER_FORMAT_VERSION}
@@ -76,6 +77,7 @@ class Manifest:
         input_shapes: one canonical key per shape variant, in file order; empty for a single shape.
         files: digests of the other files, or None when the manifest has none.
         extensions: the ``x-*`` keys, verbatim.
+        warnings: what the file says without an effect; bundles of format 2.0 only.
     """
 
     format_version: str = FORMAT_VERSION
@@ -93,10 +95,16 @@ class Manifest:
     files: Mapping[str, FileDigest] | None = None
     hooks: HooksSpec = field(default_factory=HooksSpec)
     extensions: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[ManifestError, ...] = field(default=(), compare=False)
 
     @property
     def is_meta(self) -> bool:
         return self.kind == META
+
+    @property
+    def column_major(self) -> bool:
+        """The bundle is of format 2.0: its weights file holds every tensor with reversed axes (B-58)."""
+        return self.format_version == OLDER_FORMAT_VERSION
 
     @property
     def wire_inputs(self) -> tuple[TensorSpec, ...]:
@@ -174,8 +182,13 @@ def manifest_problems(path: Path | str, *, name: str | None = None) -> list[Bund
     return list(inspect_manifest(path, name=name)[1])
 
 
-def inspect_manifest(path: Path | str, *, name: str | None = None) -> tuple[Manifest | None, list[ManifestError]]:
-    """The manifest at `path` as far as it could be read, and all its problems; None when nothing could be read."""
+def inspect_manifest(
+    path: Path | str, *, name: str | None = None, unhooked: bool = False
+) -> tuple[Manifest | None, list[ManifestError]]:
+    """The manifest at `path` as far as it could be read, and all its problems; None when nothing could be read.
+
+    `unhooked` takes a format 2.0 bundle without its hooks (B-68): what is left is what its program takes and returns.
+    """
     file = Path(os.path.abspath(path))
     if file.is_dir():
         file = file / MANIFEST
@@ -184,10 +197,16 @@ def inspect_manifest(path: Path | str, *, name: str | None = None) -> tuple[Mani
         mapping = load_mapping(text)
     except ManifestError as error:
         return None, [error]
-    has_hooks = os.path.lexists(file.parent / HOOKS)
-    manifest, problems = _read(mapping, name=file.parent.name if name is None else name, has_hooks=has_hooks)
-    lines = key_lines(text.decode()) if problems else {}
-    return manifest, problems.errors(file=MANIFEST, lines=lines)
+    manifest, problems = _read(
+        mapping,
+        name=file.parent.name if name is None else name,
+        has_hooks=os.path.lexists(file.parent / HOOKS),
+        has_legacy_hooks=os.path.lexists(file.parent / LEGACY_HOOKS),
+        unhooked=unhooked,
+    )
+    lines = key_lines(text.decode()) if problems or problems.warnings() else {}
+    warnings = tuple(problems.warnings(file=MANIFEST, lines=lines))
+    return replace(manifest, warnings=warnings), problems.errors(file=MANIFEST, lines=lines)
 
 
 def load_mapping(text: bytes) -> dict[Any, Any]:
@@ -213,11 +232,13 @@ def parse_manifest(mapping: Mapping[str, Any], *, name: str, has_hooks: bool) ->
     return manifest
 
 
-def _read(mapping: dict[Any, Any], *, name: str, has_hooks: bool) -> tuple[Manifest, Problems]:
-    problems = Problems()
+def _read(
+    mapping: dict[Any, Any], *, name: str, has_hooks: bool, has_legacy_hooks: bool = False, unhooked: bool = False
+) -> tuple[Manifest, Problems]:
+    older = _SPELLINGS.get(str(mapping.get("format_version"))) == OLDER_FORMAT_VERSION
+    problems = Problems(lenient=older)
     version = _read_version(mapping, problems)
-    native = _SPELLINGS.get(version) != OLDER_FORMAT_VERSION
-    known = _SPELLINGS.get(version) == FORMAT_VERSION
+    known = version in _SPELLINGS
     if known:
         ordinary = {key: value for key, value in mapping.items() if not _is_extension(key)}
         problems.unknown_keys(ordinary, KEYS, at=())
@@ -230,7 +251,7 @@ def _read(mapping: dict[Any, Any], *, name: str, has_hooks: bool) -> tuple[Manif
         problems.add("B-52", "'meta' is there, but kind is model", at=("meta",), hint="write kind: meta, or remove it")
 
     def entries(key: str) -> tuple[TensorSpec, ...]:
-        return read_entries(mapping[key], key, problems, row_major=native)
+        return read_entries(mapping[key], key, problems, row_major=not older)
 
     def required(key: str) -> tuple[TensorSpec, ...]:
         if key in mapping:
@@ -242,6 +263,11 @@ def _read(mapping: dict[Any, Any], *, name: str, has_hooks: bool) -> tuple[Manif
     executable_inputs, executable_outputs = required("executable_inputs"), required("executable_outputs")
     client_inputs = entries("client_inputs") if "client_inputs" in mapping else None
     client_outputs = entries("client_outputs") if "client_outputs" in mapping else None
+    not_run_here = older and has_legacy_hooks and not has_hooks
+    if not_run_here and unhooked and kind == MODEL:
+        client_inputs = client_outputs = None
+    elif not_run_here:
+        _refuse_legacy_hooks(name, kind, problems)
     batching = read_batching(mapping.get("batching", {}), problems, strict=known)
     hooks = read_hooks(mapping.get("hooks", {}), problems, strict=known)
     provenance = mapping.get("provenance")
@@ -266,7 +292,12 @@ def _read(mapping: dict[Any, Any], *, name: str, has_hooks: bool) -> tuple[Manif
         extensions={key: value for key, value in mapping.items() if _is_extension(key)},
     )
     if _version_supported(version, mapping.get("axis_order"), problems) and kind is not None:
-        validate(manifest, has_hooks=has_hooks, declares_variants="input_shapes" in mapping, problems=problems)
+        validate(
+            manifest,
+            has_hooks=has_hooks or not_run_here,
+            declares_variants="input_shapes" in mapping,
+            problems=problems,
+        )
     return manifest, problems
 
 
@@ -292,7 +323,8 @@ def _version_supported(version: str, axis_order: object, problems: Problems) -> 
     at: KeyPath = ("format_version",)
     canonical = _SPELLINGS.get(version)
     if canonical is None:
-        problems.add("§1.11", f"format_version {version!r} is not supported; supported: {FORMAT_VERSION}", at=at)
+        supported = f"{FORMAT_VERSION}, {OLDER_FORMAT_VERSION}"
+        problems.add("§1.11", f"format_version {version!r} is not supported; supported: {supported}", at=at)
         return False
     natural = "row_major" if canonical == FORMAT_VERSION else "column_major"
     if axis_order not in (None, natural):
@@ -301,14 +333,16 @@ def _version_supported(version: str, axis_order: object, problems: Problems) -> 
             f"axis_order is {axis_order!r}, but format_version {version} means {natural}",
             at=("axis_order",),
         )
-    if canonical == OLDER_FORMAT_VERSION:
-        problems.add(
-            "§1.11",
-            f"format_version {version} is an older column-major bundle, which this version of rsrv cannot read",
-            at=at,
-            hint="export the model again with rsrv; conversion of such bundles comes with 'rsrv bundle convert'",
+    return axis_order in (None, natural)
+
+
+def _refuse_legacy_hooks(name: str, kind: str | None, problems: Problems) -> None:
+    hint = f"write {HOOKS}, which then is used instead"
+    if kind == MODEL:
+        hint += (
+            "; without its hooks the program alone can be served: allow_unhooked, or rsrv bundle convert --drop-hooks"
         )
-    return canonical == FORMAT_VERSION and axis_order in (None, natural)
+    problems.add("B-68", f"{name!r} needs a Python port of its hooks: {LEGACY_HOOKS} cannot run here", hint=hint)
 
 
 def _read_name(mapping: Mapping[Any, Any], problems: Problems) -> None:

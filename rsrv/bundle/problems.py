@@ -34,10 +34,15 @@ class Problem:
 
 
 class Problems:
-    """Problems in validation order; the first is what a load raises, all of them are what a check reports."""
+    """Problems in validation order; the first is what a load raises, all of them are what a check reports.
 
-    def __init__(self) -> None:
+    `lenient`: unknown keys are warnings, as in bundles of the older format (B-13).
+    """
+
+    def __init__(self, *, lenient: bool = False) -> None:
         self._found: list[Problem] = []
+        self._warnings: list[Problem] = []
+        self._lenient = lenient
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -62,11 +67,19 @@ class Problems:
             close = difflib.get_close_matches(str(key), allowed, n=1)
             where = f" in {dotted(at)}" if at else ""
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(allowed)}"
-            self.add("B-13", f"unknown key {key!r}{where}", at=(*at, key) if isinstance(key, str) else at, hint=hint)
+            place = (*at, key) if isinstance(key, str) else at
+            if self._lenient:
+                self._warnings.append(Problem("B-13", f"unknown key {key!r}{where} is ignored", place, hint))
+            else:
+                self.add("B-13", f"unknown key {key!r}{where}", at=place, hint=hint)
 
     def errors(self, *, file: str | None = None, lines: Mapping[KeyPath, int] | None = None) -> list[ManifestError]:
         """As errors that name their rule, and `file` and line where these are known."""
         return [self._error(problem, file, lines or {}) for problem in self._found]
+
+    def warnings(self, *, file: str | None = None, lines: Mapping[KeyPath, int] | None = None) -> list[ManifestError]:
+        """What is wrong without being a reason to refuse the manifest, in the form of `errors`."""
+        return [self._error(problem, file, lines or {}) for problem in self._warnings]
 
     @staticmethod
     def _error(problem: Problem, file: str | None, lines: Mapping[KeyPath, int]) -> ManifestError:

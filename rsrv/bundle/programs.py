@@ -25,10 +25,14 @@ ProgramNames = Mapping[VariantKey, Mapping[int, str]]
 
 @dataclass(frozen=True)
 class ProgramListing:
-    """The programs of a bundle, and what is wrong with the set; `names` leaves out what is missing."""
+    """The programs of a bundle, and what is wrong with the set; `names` leaves out what is missing.
+
+    `warnings` has what is skipped: in a bundle of format 2.0 a program that nothing declares (B-33).
+    """
 
     names: ProgramNames
     problems: tuple[BundleError, ...]
+    warnings: tuple[BundleError, ...] = ()
 
 
 def is_program_name(name: str) -> bool:
@@ -59,15 +63,16 @@ def list_programs(manifest: Manifest, files: Iterable[str]) -> ProgramListing:
         if found:
             names[variant] = found
     used = {name for programs in names.values() for name in programs.values()}
-    problems += [
+    undeclared = [
         _problem(manifest, "B-33", name, "the manifest declares no such program", "remove the file, or export anew")
         for name in present
         if name not in used
     ]
+    problems += [] if manifest.column_major else undeclared
     if len({tuple(programs) for programs in names.values()}) > 1:
         sizes = "; ".join(f"{list(variant)}: {list(programs)}" for variant, programs in names.items())
         problems.append(_problem(manifest, "B-46", None, f"variants have programs for different batch sizes: {sizes}"))
-    return ProgramListing(names, tuple(problems))
+    return ProgramListing(names, tuple(problems), tuple(undeclared) if manifest.column_major else ())
 
 
 def _of_variant(

@@ -34,7 +34,10 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
-    """One tensor. Its bytes are ``[begin, end)``, counted from `WeightsHeader.data_offset`; C order."""
+    """One tensor; `shape` is that of the program's argument, row-major.
+
+    Its bytes are ``[begin, end)``, counted from `WeightsHeader.data_offset`; C order, but see `column_major` there.
+    """
 
     name: str
     dtype: DType
@@ -57,6 +60,8 @@ class WeightsHeader:
         tensor_digests: sha256 of the bytes of each tensor, as declared; a hint until it was verified.
         data_offset: where in the file the data begins.
         data_bytes: size of the data.
+        column_major: the file is of a format 2.0 bundle, where a tensor is stored with its axes reversed: its bytes are
+            the C order of ``shape[::-1]``, and transposing that gives the program's argument (B-58).
     """
 
     tensors: Mapping[str, WeightEntry]
@@ -64,6 +69,7 @@ class WeightsHeader:
     tensor_digests: Mapping[str, str]
     data_offset: int
     data_bytes: int
+    column_major: bool = False
 
 
 def ordered(header: WeightsHeader) -> list[WeightEntry]:
@@ -71,23 +77,24 @@ def ordered(header: WeightsHeader) -> list[WeightEntry]:
     return [header.tensors[name] for name in header.argument_order]
 
 
-def read_header(source: Path | str | int) -> WeightsHeader:
+def read_header(source: Path | str | int, *, column_major: bool = False) -> WeightsHeader:
     """Read and check the header of a weights file, given by path or by an open descriptor (whose position is kept).
 
+    `column_major` for the file of a format 2.0 bundle (`Manifest.column_major`): shapes are then reversed here.
     Raises WeightsError (B-58 … B-60) for a file that is not exactly what the header says.
     """
     if isinstance(source, int):
-        return _read(source, f"weights (descriptor {source})", None)
+        return _read(source, f"weights (descriptor {source})", None, column_major)
     path = Path(source)
     fd = open_regular(path, error=WeightsError, rule="B-58")
     try:
-        return _read(fd, str(path), path.name)
+        return _read(fd, str(path), path.name, column_major)
     finally:
         os.close(fd)
 
 
-def _read(fd: int, label: str, file: str | None) -> WeightsHeader:
-    reader = _HeaderReader(label, file)
+def _read(fd: int, label: str, file: str | None, column_major: bool) -> WeightsHeader:
+    reader = _HeaderReader(label, file, column_major)
     try:
         return reader.read(fd)
     except OSError as error:
@@ -97,9 +104,10 @@ def _read(fd: int, label: str, file: str | None) -> WeightsHeader:
 class _HeaderReader:
     """Reads one header; `label` and `file` name the file in errors."""
 
-    def __init__(self, label: str, file: str | None) -> None:
+    def __init__(self, label: str, file: str | None, column_major: bool) -> None:
         self._label = label
         self._file = file
+        self._column_major = column_major
 
     def refuse(self, problem: str, rule: str = "B-60") -> NoReturn:
         raise violation(WeightsError, rule, f"{self._label}: {problem}", file=self._file)
@@ -126,6 +134,7 @@ class _HeaderReader:
             tensor_digests=self._tensor_digests(metadata, tensors),
             data_offset=data_offset,
             data_bytes=data_bytes,
+            column_major=self._column_major,
         )
 
     def _pread(self, fd: int, size: int, offset: int) -> bytes:
@@ -211,7 +220,7 @@ class _HeaderReader:
         wanted = math.prod(shape) * dtype.itemsize
         if end - begin != wanted:
             self.refuse(f"{where}: data_offsets {offsets} hold {end - begin} bytes; {tag} {shape} needs {wanted}")
-        return WeightEntry(name, dtype, tuple(shape), begin, end)
+        return WeightEntry(name, dtype, tuple(shape[::-1] if self._column_major else shape), begin, end)
 
     def _argument_order(self, metadata: Mapping[str, str], tensors: Mapping[str, WeightEntry]) -> tuple[str, ...]:
         if "argument_order" not in metadata:

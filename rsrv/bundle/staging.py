@@ -44,6 +44,7 @@ def staged_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
     try:
         with _naming(target):
             yield staged
+            _set_modes(staged)
             _sync_tree(staged)
         replaced = _install(staged, target, overwrite)
     except BaseException:
@@ -111,6 +112,14 @@ def _lock(staged: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _set_modes(directory: Path) -> None:
+    """The same permissions whatever the umask of the process and the modes of copied files."""
+    for folder, _, files in os.walk(directory):
+        os.chmod(folder, 0o755)
+        for file in files:
+            os.chmod(os.path.join(folder, file), 0o644)
 
 
 def _sync_tree(directory: Path) -> None:

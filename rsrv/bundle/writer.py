@@ -124,7 +124,6 @@ def write_bundle(
         digests = {file: digest_file(staged / file) for file in bundle_files(staged)}
         mapping["files"] = files_block(digests)
         (staged / MANIFEST).write_bytes(_checked_text(mapping, name, has_hooks=hooks is not None))
-        _set_modes(staged)
         if gate is not None:
             gate(staged)
     return target
@@ -245,11 +244,3 @@ def _checked_text(mapping: Mapping[str, Any], name: str, *, has_hooks: bool) -> 
         raise violation(ManifestError, "X-13", f"the manifest takes {len(text)} bytes, above {MAX_MANIFEST_BYTES}")
     parse_manifest(load_mapping(text), name=name, has_hooks=has_hooks)
     return text
-
-
-def _set_modes(directory: Path) -> None:
-    """The same permissions whatever the umask of the process and the modes of copied files."""
-    for folder, _, files in os.walk(directory):
-        os.chmod(folder, 0o755)
-        for file in files:
-            os.chmod(os.path.join(folder, file), 0o644)

@@ -1,4 +1,4 @@
-"""``rsrv bundle``: check, seal and look at bundles."""
+"""``rsrv bundle``: check, seal, compare and look at bundles."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rsrv.cli import output
+from rsrv.cli import convert, output, verify
 
 if TYPE_CHECKING:
     from rsrv.audit import CheckReport
     from rsrv.bundle import BundleDescription
 
-app = typer.Typer(no_args_is_help=True, help="Check, seal and look at bundles.")
+app = typer.Typer(no_args_is_help=True, help="Check, seal, compare and look at bundles.")
 
 Directories = Annotated[list[Path], typer.Argument(metavar="DIR…", help="Directories of bundles.")]
 
@@ -21,24 +21,39 @@ Directories = Annotated[list[Path], typer.Argument(metavar="DIR…", help="Direc
 @app.command()
 def check(
     directories: Directories,
+    run: Annotated[
+        bool, typer.Option("--run", help="Also run every program on the goldens, and import the hooks.")
+    ] = False,
+    hooks: Annotated[bool, typer.Option("--hooks", help="Also import the hooks, in a process of their own.")] = False,
+    tolerance: verify.ToleranceOption = None,
+    backend: verify.BackendOption = "auto",
+    timeout: verify.TimeoutOption = 600.0,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings and skipped parts fail, too.")] = False,
     junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML.")] = None,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Find everything that is wrong with bundles, without running any of them.
+    """Find everything that is wrong with bundles, without running any of them unless you say so.
 
     Digests, manifest, files, weights, the entry of every program against manifest and weights, custom calls, hooks
-    (compiled, not run). Exit code 1 when a bundle has an error, with --strict on any finding.
+    (compiled). With --run every program also has to answer the goldens (`golden.safetensors`) as the framework did that
+    it was exported from. What is run, runs in a process of its own. Exit code 1 when a bundle has an error, with
+    --strict on any finding.
 
     Example:
         rsrv bundle check models/*
-        rsrv bundle check models/net --strict --junit report.xml
+        rsrv bundle check models/net --run --strict --junit report.xml
     """
-    from rsrv.audit import check_bundle, parse_pool, to_junit
+    from rsrv.audit import AuditProcess, check_bundle, parse_pool, to_junit
+    from rsrv.audit.parity import parse_tolerances
 
     _require_directories(directories)
-    with parse_pool() as pool:
-        reports = [check_bundle(directory, pool=pool) for directory in directories]
+    verify.require_backend(backend)
+    tolerances = parse_tolerances(tolerance or [])
+    with parse_pool() as pool, AuditProcess(backend=backend, timeout_seconds=timeout) as process:
+        reports = [
+            check_bundle(directory, pool=pool, run=run, hooks=hooks, process=process, tolerances=tolerances)
+            for directory in directories
+        ]
     if junit is not None:
         junit.write_text(to_junit(reports, strict=strict), encoding="utf-8")
     ok = all(report.passed(strict=strict) for report in reports)
@@ -122,6 +137,11 @@ def ls(
             )
         )
     output.table(None, ["name", "kind", "inputs", "outputs", "batch sizes", "bytes", "problem"], rows)
+
+
+app.command()(verify.verify)
+app.command()(verify.diff)
+app.command()(convert.convert)
 
 
 def _require_directories(directories: list[Path]) -> None:

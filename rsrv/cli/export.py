@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rsrv.cli import output
+from rsrv.cli.export_torch import torch
+from rsrv.cli.verify import ToleranceOption
 
 if TYPE_CHECKING:
     from rsrv.bundle import BundleDescription
     from rsrv.export import Factory
 
 app = typer.Typer(no_args_is_help=True, help="Export a model as a bundle.")
+app.command()(torch)
 
 
 @app.callback()
@@ -32,8 +35,8 @@ def jax(
         typer.Argument(
             metavar="MODULE:FN",
             help="A function without arguments (package.module:fn, path/file.py:fn) that returns (fn, params, inputs), "
-            "or a dict with these keys and optionally input_names, output_names, input_batch_axes, output_batch_axes "
-            "and axis_letters.",
+            "or a dict with these keys and optionally input_names, output_names, input_batch_axes, output_batch_axes, "
+            "axis_letters and shape_variants.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The bundle; its last part is the model's name.")],
@@ -47,6 +50,14 @@ def jax(
     inputs: Annotated[
         list[str] | None,
         typer.Option("--inputs", metavar="NAME=DTYPE[SIZES]", help="Use this example input instead (repeatable)."),
+    ] = None,
+    shape_variants: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape-variant",
+            metavar="'NAME=DTYPE[SIZES] …'",
+            help="Compile for these input sizes too; other inputs are as the factory has them (repeatable).",
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle as a whole.")] = False,
     stablehlo_version: Annotated[
@@ -68,6 +79,20 @@ def jax(
             "--x64/--no-x64", help="Trace in JAX's 64-bit mode (default: as JAX_ENABLE_X64 says).", show_default=False
         ),
     ] = None,
+    golden: Annotated[
+        int,
+        typer.Option(
+            "--golden",
+            metavar="N",
+            min=0,
+            help="Store N seeded samples with JAX's own answers, and prove programs.",
+        ),
+    ] = 0,
+    input_range: Annotated[
+        list[str] | None,
+        typer.Option("--input-range", metavar="NAME=LOW:HIGH", help="Values of a sampled input (repeatable)."),
+    ] = None,
+    tolerance: ToleranceOption = None,
     no_row_check: Annotated[
         bool,
         typer.Option("--no-row-check", help="Do not check that a row's answer is independent of the other rows."),
@@ -82,12 +107,15 @@ def jax(
     Nothing appears at DIR unless the finished bundle passes its checks.
 
     Example:
-        rsrv export jax examples/models/flax_cnn.py:make --out models/cnn --batch-sizes 1,8,32
+        rsrv export jax examples/models/flax_cnn.py:make --out models/cnn --batch-sizes 1,8,32 --golden 3
         rsrv export jax mypackage.models:resnet --out models/resnet --inputs image=f32[1,224,224,3]
+        rsrv export jax net.py:make --out models/net --shape-variant x=f32[1,64,64] --shape-variant x=f32[1,96,64]
     """
+    from rsrv.audit.parity import parse_tolerances
     from rsrv.bundle import describe_bundle
     from rsrv.core.errors import UsageError
-    from rsrv.export import call_factory, export_bundle
+    from rsrv.export import call_factory, export_bundle, parse_variant_spec
+    from rsrv.export.golden import parse_range
 
     target = Path(os.path.abspath(out))
     if name is not None and name != target.name:
@@ -98,7 +126,9 @@ def jax(
         raise UsageError(f"--matmul-precision {matmul_precision} is none of default, high, highest")
     if platform not in (None, "cpu", "cuda"):
         raise UsageError(f"--platform {platform} is neither cpu nor cuda")
-    sizes = _batch_sizes(batch_sizes, no_batch)
+    sizes = parse_batch_sizes(batch_sizes, no_batch)
+    ranges = dict(parse_range(text) for text in input_range or [])
+    tolerances = parse_tolerances(tolerance or [])
     with redirect_stdout(sys.stderr), output.logged_warnings():  # stdout is for the result, whatever the model prints
         made = _with_inputs(call_factory(model, x64=x64), inputs or [])
         path = export_bundle(
@@ -113,11 +143,17 @@ def jax(
             input_batch_axes=made.input_batch_axes,
             output_batch_axes=made.output_batch_axes,
             axis_letters=made.axis_letters,
+            shape_variants=[parse_variant_spec(text) for text in shape_variants]
+            if shape_variants
+            else made.shape_variants,
             matmul_precision=matmul_precision,
             platform=platform,
             stablehlo_version=stablehlo_version,
             drop_unused_inputs=drop_unused_inputs,
             x64=x64,
+            golden=golden,
+            input_ranges=ranges,
+            tolerances=tolerances,
             row_check=not no_row_check,
             diff=not no_diff,
             overwrite=overwrite,
@@ -126,17 +162,19 @@ def jax(
     if output.is_json():
         output.json(made_bundle.to_json())
         return
-    _say(made_bundle)
+    say_made(made_bundle)
     output.data(str(out))
 
 
-def _say(bundle: BundleDescription) -> None:
+def say_made(bundle: BundleDescription) -> None:
     """In words, what was exported and what was left out."""
     takes, gives = (
         ", ".join(f"{tensor.name} {tensor.text}" for tensor in tensors)
         for tensors in (bundle.executable_inputs, bundle.executable_outputs)
     )
     sizes = f"batch sizes {', '.join(map(str, bundle.batch_sizes))}" if bundle.batch_sizes else "no batch axis"
+    if bundle.input_shapes:
+        sizes += f", {len(bundle.input_shapes)} shape variants"
     weights = f"{bundle.weights.tensors} weights, {bundle.weights.bytes} bytes" if bundle.weights else "no weights"
     output.note(f"{takes} → {gives}; {sizes}; {weights}")
     for what in ("inputs", "weights"):
@@ -144,7 +182,8 @@ def _say(bundle: BundleDescription) -> None:
             output.note(f"{what} that no output depends on were left out: {', '.join(names)}")
 
 
-def _batch_sizes(text: str | None, no_batch: bool) -> list[int] | None:
+def parse_batch_sizes(text: str | None, no_batch: bool) -> list[int] | None:
+    """The values of ``--batch-sizes`` and ``--no-batch``. Raises UsageError."""
     from rsrv.core.errors import UsageError
 
     if no_batch:

@@ -21,6 +21,7 @@ _ERRORS = (
     "ModelFailed",
     "ModelPreparing",
     "ModelUnloaded",
+    "ParityMismatch",
     "PortTaken",
     "ProgramError",
     "QueueFull",

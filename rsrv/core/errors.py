@@ -208,6 +208,12 @@ class SignatureMismatch(BundleError):
     reason = "signature"
 
 
+class ParityMismatch(BundleError):
+    """The programs of a bundle do not compute what the framework computed."""
+
+    reason = "parity"
+
+
 class ProgramError(BundleError):
     """A program cannot be read or compiled; also when the process that tried it died or ran out of time."""
 

@@ -60,6 +60,11 @@ class TensorSpec:
             d.size if d.kind is DimKind.FIXED else batch if d.kind is DimKind.BATCH else next(sizes) for d in self.dims
         )
 
+    def reversed(self) -> TensorSpec:
+        """The tensor with its axes in the opposite order, as column-major bundles write it."""
+        axis = None if self.batch_axis is None else self.rank - 1 - self.batch_axis
+        return TensorSpec(self.name, self.dtype, self.dims[::-1], self.letters[::-1], axis)
+
     def describe(self) -> str:
         """``f32[n,3,224,224]``: fixed sizes, ``n`` for batch, ``?`` for variable."""
         axes = (

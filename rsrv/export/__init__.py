@@ -12,5 +12,6 @@ __getattr__, __dir__, __all__ = attach(
         "export_bundle": ".bundle",
         "load_factory": ".factory",
         "parse_input_spec": ".specs",
+        "parse_variant_spec": ".specs",
     },
 )

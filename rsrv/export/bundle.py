@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rsrv.core.errors import ExportError
-from rsrv.export.options import Axes, ExportOptions, Precision, checked_batch_sizes
+from rsrv.export.options import Axes, ExportOptions, Int64, Precision, checked_batch_sizes
 
 if TYPE_CHECKING:
     from rsrv.bundle.iospec import IOSpec
@@ -27,6 +28,9 @@ def export_bundle(
     input_batch_axes: Axes | None = None,
     output_batch_axes: Axes | None = None,
     axis_letters: Mapping[str, str] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    int64: Int64 = "keep",
+    shape_variants: Sequence[Any] | None = None,
     client_inputs: Sequence[IOSpec] | None = None,
     client_outputs: Sequence[IOSpec] | None = None,
     hooks: str | Path | None = None,
@@ -36,6 +40,9 @@ def export_bundle(
     stablehlo_version: str | None = None,
     drop_unused_inputs: bool = False,
     x64: bool | None = None,
+    golden: int = 0,
+    input_ranges: Mapping[str, tuple[float, float]] | None = None,
+    tolerances: Mapping[str, float] | float | None = None,
     row_check: bool = True,
     provenance: Mapping[str, Any] | None = None,
     collect_git: bool = True,
@@ -50,6 +57,11 @@ def export_bundle(
         ``export_bundle("jax", fn, params, inputs, …)``: ``fn(params, *inputs)`` returns an array, a tuple or list of
         arrays, or a flat dict (its keys become the output names). `params` is any pytree.
         ``export_bundle("jax-fn", f, inputs, weights, …)``: ``f(*inputs, *weights)`` with ``weights = [(name, array)]``.
+        ``export_bundle("torch", module, inputs, …)``: an nn.Module (run in evaluation mode), a TorchScript module
+        (experimental) or a ``torch.export.ExportedProgram`` (``inputs=None``: those that it was exported with). Inputs
+        are the tensors among the examples, named and ordered as forward's parameters, whatever order they are given in;
+        everything else is part of the model. It returns a tensor, a flat tuple or list, or a flat dict; None is left
+        out. Every program has to answer the example and seeded samples as eager PyTorch does, or nothing is written.
 
     Programs take ``inputs…, weights…``. Weights are the arrays of `params` that the outputs depend on, depth first in
     the order in which dicts were written, with dotted 0-based names (``layers.0.kernel``); then the arrays of more than
@@ -65,6 +77,13 @@ def export_bundle(
         output_batch_axes: what you expect, None for an unbatched output. They are found by tracing at two batch sizes;
             a difference from what you expect is an error.
         axis_letters: tensor name → letters of its axes other than the batch axis, for the manifest.
+        kwargs: examples of further inputs by name (``torch``).
+        int64: ``narrow`` declares 64-bit integer inputs and outputs as 32-bit ones and converts at the border of the
+            program (``torch``, which computes indices in 64 bits).
+        shape_variants: several input sizes in one bundle: a list of sets of examples, each as `inputs` could be, that
+            differ only in sizes. As a mapping, a set may leave out inputs: these are as in `inputs`, which then is no
+            variant itself and may be None. Axes whose sizes differ are written as -1; every variant has programs for
+            all batch sizes, and all of them share the weights.
         client_inputs, client_outputs: the tensors that clients see when `hooks` transform them.
         hooks: path or source of ``model.py``.
         extra_files: name → path or bytes, further files of the bundle.
@@ -75,6 +94,13 @@ def export_bundle(
         x64: trace in JAX's 64-bit mode or not; default: as JAX is configured in this process (``JAX_ENABLE_X64``), so
             that the bundle computes what ``jax.jit(fn)`` computes here. Outside of that mode 64-bit inputs are refused
             and 64-bit parameters narrowed, as JAX narrows them.
+        golden: store this many seeded samples with the framework's own answers in ``golden.safetensors`` (for each
+            shape variant, and for each batch size where rows depend on each other), and run every program on them
+            before the bundle appears.
+        input_ranges: input name → (low, high) of the sampled values, both included for integers; see
+            `rsrv.export.golden.make_samples`.
+        tolerances: of max|Δ| / max|reference|: one number, or dtype token or output name → number; default:
+            `rsrv.audit.parity.TOLERANCES`. Stated in the provenance, and used again by every later check.
         row_check: run the function on random rows, and refuse it when a row's answer depends on the rows beside it or
             on its place: a server that merges requests would answer them wrongly.
         provenance: further provenance; wins over what is collected.
@@ -98,6 +124,9 @@ def export_bundle(
         input_batch_axes=input_batch_axes,
         output_batch_axes=output_batch_axes,
         axis_letters=axis_letters if axis_letters is not None else {},
+        kwargs=kwargs,
+        int64=int64,
+        shape_variants=shape_variants,
         client_inputs=client_inputs,
         client_outputs=client_outputs,
         hooks=hooks,
@@ -107,6 +136,9 @@ def export_bundle(
         stablehlo_version=stablehlo_version,
         drop_unused_inputs=drop_unused_inputs,
         x64=x64,
+        golden=golden,
+        input_ranges=dict(input_ranges or {}),
+        tolerances=tolerances,
         row_check=row_check,
         provenance=dict(provenance or {}),
         collect_git=collect_git,
@@ -115,19 +147,29 @@ def export_bundle(
         description=description,
         pool=pool,
     )
-    if len(model) != 3:
-        wanted = {"jax": "fn, params, inputs", "jax-fn": "f, inputs, weights"}[frontend]
+    wanted, _ = _FRONT_ENDS[frontend]
+    if len(model) != len(wanted.split(", ")):
         raise ExportError(f"front end {frontend!r} takes ({wanted}), got {len(model)} arguments")
+    if frontend != "torch" and (kwargs is not None or int64 != "keep"):
+        raise ExportError(f"{'int64' if kwargs is None else 'kwargs'} is an option of the front end torch only")
     return run(*model, options)
 
 
+_FRONT_ENDS = {
+    "jax": ("fn, params, inputs", "rsrv.export.jax:export_jax"),
+    "jax-fn": ("f, inputs, weights", "rsrv.export.jax:export_jax_function"),
+    "torch": ("module, inputs", "rsrv.export.torch.frontend:export_torch"),
+}
+"""Name → what it takes before the options, and where it is: the module is imported when it is needed."""
+
+
 def _front_end(name: str) -> Callable[..., Path]:
-    if name not in ("jax", "jax-fn"):
-        close = difflib.get_close_matches(name, ["jax", "jax-fn"], n=1)
+    if name not in _FRONT_ENDS:
+        close = difflib.get_close_matches(name, _FRONT_ENDS, n=1)
         raise ExportError(
-            f"unknown front end {name!r}; there are jax and jax-fn",
+            f"unknown front end {name!r}; there are {', '.join(_FRONT_ENDS)}",
             hint=f"did you mean {close[0]!r}?" if close else None,
         )
-    from rsrv.export import jax as frontend
-
-    return frontend.export_jax if name == "jax" else frontend.export_jax_function
+    module, _, function = _FRONT_ENDS[name][1].partition(":")
+    found: Callable[..., Path] = getattr(import_module(module), function)
+    return found

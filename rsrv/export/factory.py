@@ -29,6 +29,7 @@ class Factory:
     input_batch_axes: Any = None
     output_batch_axes: Any = None
     axis_letters: Any = None
+    shape_variants: Any = None
 
 
 _KEYS = tuple(field.name for field in fields(Factory))
@@ -68,6 +69,11 @@ def call_factory(spec: str, *, x64: bool | None = None) -> Factory:
 
         with jax.enable_x64(x64):
             return call_factory(spec)
+    return _checked(spec, made_by(spec))
+
+
+def made_by(spec: str) -> Any:
+    """What the factory that `spec` names returns. Raises UsageError, or ExportError with the user's own traceback."""
     factory = load_factory(spec)
     try:
         inspect.signature(factory).bind()
@@ -76,8 +82,7 @@ def call_factory(spec: str, *, x64: bool | None = None) -> Factory:
     except ValueError:  # a callable without a readable signature: calling it will tell
         pass
     with user_code(f"the factory {spec}"):
-        made = factory()
-    return _checked(spec, made)
+        return factory()
 
 
 def _checked(spec: str, made: Any) -> Factory:

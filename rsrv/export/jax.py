@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version as version_of
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,31 @@ import jax.export
 import numpy as np
 
 from rsrv.audit.gate import bundle_gate
+from rsrv.audit.golden import parity_provenance
+from rsrv.bundle.golden import Golden
 from rsrv.bundle.iospec import IOSpec
 from rsrv.bundle.writer import write_bundle
 from rsrv.core.dtypes import DType
 from rsrv.core.errors import ExportError
-from rsrv.export.axes import UNDECLARED, Undeclared, output_batch_axis
+from rsrv.export.axes import Output, output_specs
 from rsrv.export.captures import Trace
-from rsrv.export.inputs import Example, resolve_examples
-from rsrv.export.lowering import Model, Output, Programs, computes_in_float64
+from rsrv.export.golden import SEED, golden_batches, golden_files, make_goldens
+from rsrv.export.inputs import Example
+from rsrv.export.jax_ranges import index_ranges
+from rsrv.export.jax_reference import jax_reference
+from rsrv.export.lowering import Model, Programs, computes_in_float64
 from rsrv.export.options import ExportOptions
 from rsrv.export.params import Params, Weight, flatten_params, named_weights
 from rsrv.export.provenance import export_provenance
 from rsrv.export.rows import require_independent_rows
 from rsrv.export.usercode import user_code
+from rsrv.export.variants import Variants, resolve_variants
 from rsrv.stablehlo.artifact import DEFAULT_VERSION, serialize
 
 log = logging.getLogger(__name__)
 
+TracedModel = Mapping[int, tuple[Trace, tuple[Output, ...]]]
+"""Batch key → the function traced for it, and its outputs."""
 _ONE_SIZE = "let the function take the batch size from its inputs (x.shape[0]), or export it with batch_sizes=None"
 
 TESTED_JAX = ((0, 10), (0, 11))
@@ -67,80 +76,97 @@ def _export_in_mode(
     """Export in the 64-bit mode that JAX is in: the same function means different programs in the two modes."""
     platform = options.platform or jax.export.default_export_platform()
     version = options.stablehlo_version or DEFAULT_VERSION
-    examples = resolve_examples(
-        inputs,
-        names=options.input_names,
-        batch_axes=options.input_batch_axes,
-        batched=options.batch_sizes is not None,
-    )
+    variants = resolve_variants(inputs, options)
     x64 = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
     if not x64:
-        _refuse_wide_inputs(examples)
+        _refuse_wide_inputs(variants.inputs)
         params = _narrowed(params, options.name)
-    model = Model(fn, params, examples, options.output_names)
+    models = [Model(fn, params, examples, options.output_names) for examples in variants.sets]
     precision = options.matmul_precision
     with jax.default_matmul_precision(precision) if precision is not None else nullcontext():
         effective = jax.config.jax_default_matmul_precision or "default"  # type: ignore[attr-defined]
-        traced = _traced(model, options.programs)
-        traces = [trace for trace, _ in traced.values()]
-        outputs = _output_specs(model, {key: found for key, (_, found) in traced.items()}, options)
-        programs = Programs.of(model, traces, drop_unused_inputs=options.drop_unused_inputs)
+        traced = [_traced(model, options.programs) for model in models]
+        traces = [trace for variant in traced for trace, _ in variant.values()]
+        outputs = _output_specs(models, traced, options)
+        programs = Programs.of(models[0], traces, drop_unused_inputs=options.drop_unused_inputs)
+        served = variants.only({example.name for example in programs.inputs})
         if options.row_check:
-            _check_rows(programs, list(traced), outputs)
+            for first, examples in zip(count(step=len(options.programs)), served.sets, strict=False):
+                _check_rows(programs, first, options.programs, examples, outputs)
+        numbers = count()
         modules = {
-            key: serialize(programs.lower(index, key or None, platform), version) for index, key in enumerate(traced)
+            key: {
+                size: serialize(programs.lower(next(numbers), size or None, platform, examples), version)
+                for size in options.programs
+            }
+            for key, examples in zip(served.keys(), served.sets, strict=True)
         }
+        goldens = _goldens(variants, models, traced, {example.name for example in programs.inputs}, outputs, options)
     _say_how_it_is_frozen(platform, effective)
     _report(options.name, programs, traces)
-    return write_bundle(
-        options.dir,
-        name=options.name,
-        description=options.description,
-        executable_inputs=[example.io_spec(options.axis_letters.get(example.name)) for example in programs.inputs],
-        executable_outputs=outputs,
-        modules=modules,
-        weights=[(weight.name, weight.numpy()) for weight in programs.weights],
-        client_inputs=options.client_inputs,
-        client_outputs=options.client_outputs,
-        hooks=options.hooks,
-        extra_files=options.extra_files,
-        provenance=export_provenance(
-            options,
-            {
-                "source_framework": "jax",
-                "converter": converter,
-                "jax_version": jax.__version__,
-                "jaxlib_version": version_of("jaxlib"),
-                "stablehlo_version": version,
-                "export_platform": platform,
-                "matmul_precision": effective,
-                "x64": x64,
-                **({} if options.row_check else {"row_check": False}),
-                **{
-                    key: list(names)
-                    for key, names in (
-                        ("dropped_inputs", programs.dropped_inputs),
-                        ("dropped_weights", programs.dropped_weights),
-                    )
-                    if names
+    proof = {"parity": parity_provenance(goldens, SEED, options.tolerances)} if goldens else {}
+    with golden_files(goldens) as files:
+        return write_bundle(
+            options.dir,
+            name=options.name,
+            description=options.description,
+            executable_inputs=[example.io_spec(options.axis_letters.get(example.name)) for example in served.inputs],
+            executable_outputs=outputs,
+            modules=modules if served.input_shapes() else modules[()],
+            input_shapes=served.input_shapes(),
+            weights=[(weight.name, weight.numpy()) for weight in programs.weights],
+            client_inputs=options.client_inputs,
+            client_outputs=options.client_outputs,
+            hooks=options.hooks,
+            extra_files={**options.extra_files, **files},
+            provenance=export_provenance(
+                options,
+                {
+                    **proof,
+                    "source_framework": "jax",
+                    "converter": converter,
+                    "jax_version": jax.__version__,
+                    "jaxlib_version": version_of("jaxlib"),
+                    "stablehlo_version": version,
+                    "export_platform": platform,
+                    "matmul_precision": effective,
+                    "x64": x64,
+                    **({} if options.row_check else {"row_check": False}),
+                    **{
+                        key: list(names)
+                        for key, names in (
+                            ("dropped_inputs", programs.dropped_inputs),
+                            ("dropped_weights", programs.dropped_weights),
+                        )
+                        if names
+                    },
                 },
-            },
-        ),
-        gate=bundle_gate(options.pool),
-        overwrite=options.overwrite,
-    )
+            ),
+            gate=bundle_gate(
+                options.pool,
+                goldens=goldens,
+                tolerances=options.tolerances,
+                backend="cpu" if platform == "cpu" else "auto",
+            ),
+            overwrite=options.overwrite,
+        )
 
 
-def _check_rows(programs: Programs, keys: Sequence[int], outputs: Sequence[IOSpec]) -> None:
-    """Nothing to check where nothing is ever merged or padded: one row at a time, or an output without a batch axis."""
+def _check_rows(
+    programs: Programs, first: int, keys: Sequence[int], examples: Sequence[Example], outputs: Sequence[IOSpec]
+) -> None:
+    """Check the programs of one shape variant, whose traces begin at number `first`.
+
+    Nothing to check where nothing is ever merged or padded: one row at a time, or an output without a batch axis.
+    """
     axes = [(output.name, output.batch_axis) for output in outputs]
     batched = [(name, axis) for name, axis in axes if axis is not None]
     index = next((i for i, key in enumerate(keys) if key > 1), None)
     if index is None or len(batched) < len(axes):
         return
     with user_code("running the function on random rows"):
-        run = programs.runner(index)
-        require_independent_rows(run, programs.inputs, batched, keys[index])
+        run = programs.runner(first + index)
+        require_independent_rows(run, examples, batched, keys[index])
 
 
 def _traced(model: Model, programs: Sequence[int]) -> dict[int, tuple[Trace, tuple[Output, ...]]]:
@@ -157,68 +183,48 @@ def _traced(model: Model, programs: Sequence[int]) -> dict[int, tuple[Trace, tup
     return traced
 
 
-def _output_specs(model: Model, traced: Mapping[int, tuple[Output, ...]], options: ExportOptions) -> list[IOSpec]:
-    """Names, dtypes and verified batch axes of the outputs; a single batch size is compared with its double."""
-    first = next(iter(traced.values()))
-    known = {example.name for example in model.examples} | {output.name for output in first}
+def _goldens(
+    variants: Variants,
+    models: Sequence[Model],
+    traced: Sequence[TracedModel],
+    served: Collection[str],
+    outputs: Sequence[IOSpec],
+    options: ExportOptions,
+) -> list[Golden]:
+    """JAX's own answers for every shape variant, in the modes that JAX is in."""
+    if not options.golden:
+        return []
+    coalesces = all(spec.batch_axis is not None for spec in outputs)
+    batches = golden_batches(options.batch_sizes, coalesces=coalesces)
+    goldens = []
+    for examples, model, variant in zip(variants.sets, models, traced, strict=True):
+        trace = next(iter(variant.values()))[0]
+        positions = {len(trace.captured) + i: example.name for i, example in enumerate(examples)}
+        ranges = {**index_ranges(trace.jaxpr, positions), **options.input_ranges}
+        goldens += make_goldens(
+            examples, jax_reference(model), options.golden, batches=batches, ranges=ranges, served=served
+        )
+    return goldens
+
+
+def _output_specs(models: Sequence[Model], traced: Sequence[TracedModel], options: ExportOptions) -> list[IOSpec]:
+    """Names, dtypes and verified axes of the outputs; a single batch size is compared with its double."""
+    found = [{size: outputs for size, (_, outputs) in variant.items()} for variant in traced]
+    first = next(iter(found[0].values()))
+    known = {example.name for example in models[0].examples} | {output.name for output in first}
     if unknown := sorted(set(options.axis_letters) - known):
         raise ExportError(f"axis_letters names {unknown[0]!r}; the tensors are {', '.join(sorted(known))}")
-    if options.batch_sizes is None:
-        if options.output_batch_axes is not None:
-            raise ExportError("output_batch_axes has no meaning with batch_sizes=None: nothing is batched")
-        axes: list[int | None] = [None] * len(first)
-    else:
-        compared = dict(traced)
-        if len(compared) == 1:
-            double = 2 * next(iter(compared))
+    if options.batch_sizes is not None and len(options.batch_sizes) == 1:
+        double = 2 * options.batch_sizes[0]
+        for model, variant in zip(models, found, strict=True):
             try:
-                compared[double] = model.trace(double)[1]
+                variant[double] = model.trace(double)[1]
             except ExportError as error:
                 raise ExportError(
                     f"the batch axes of the outputs are found by tracing at a second batch size, and {error.message}",
                     hint=_ONE_SIZE,
                 ) from error
-        axes = _output_axes(compared, options)
-    return [
-        IOSpec(output.name, output.dtype, output.shape, batch_axis=axis, letters=options.axis_letters.get(output.name))
-        for output, axis in zip(first, axes, strict=True)
-    ]
-
-
-def _output_axes(traced: Mapping[int, tuple[Output, ...]], options: ExportOptions) -> list[int | None]:
-    first = next(iter(traced.values()))
-    for size, outputs in traced.items():
-        if [(o.name, o.dtype) for o in outputs] != [(o.name, o.dtype) for o in first]:
-            raise ExportError(
-                f"the function returns other outputs at batch size {size}: "
-                + ", ".join(f"{o.name} {o.dtype.value}" for o in outputs)
-            )
-    declared = _declared_axes([output.name for output in first], options)
-    axes = [
-        output_batch_axis(output.name, {size: outputs[i].shape for size, outputs in traced.items()}, declared[i])
-        for i, output in enumerate(first)
-    ]
-    for output, axis in zip(first, axes, strict=True):
-        if axis is None:
-            log.warning(
-                "output does not follow the batch size, so requests to this model are never merged model=%s output=%s",
-                options.name,
-                output.name,
-            )
-    return axes
-
-
-def _declared_axes(names: Sequence[str], options: ExportOptions) -> list[int | Undeclared | None]:
-    declared = options.output_batch_axes
-    if declared is None:
-        return [UNDECLARED] * len(names)
-    if isinstance(declared, Mapping):
-        if unknown := sorted(set(declared) - set(names)):
-            raise ExportError(f"output_batch_axes names {unknown[0]!r}; the outputs are {', '.join(names)}")
-        return [declared.get(name, UNDECLARED) for name in names]
-    if len(declared) != len(names):
-        raise ExportError(f"output_batch_axes has {len(declared)} entries for {len(names)} outputs")
-    return list(declared)
+    return output_specs(found, options)
 
 
 def _report(name: str, programs: Programs, traces: Sequence[Trace]) -> None:

@@ -12,6 +12,7 @@ from jax.extend import core as jex
 
 from rsrv.core.dtypes import DType
 from rsrv.core.errors import ExportError
+from rsrv.export.axes import Output
 from rsrv.export.captures import Trace, capture, inner_jaxprs, lift
 from rsrv.export.inputs import Example
 from rsrv.export.outputs import named_outputs
@@ -20,15 +21,6 @@ from rsrv.export.usercode import user_code
 
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
-
-
-@dataclass(frozen=True)
-class Output:
-    """One result of a traced function."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,10 +107,13 @@ class Programs:
             _slots=tuple(slots),
         )
 
-    def lower(self, index: int, batch: int | None, platform: str) -> ir.Module:
-        """The StableHLO module of trace number `index`, which was traced for `batch`."""
-        inputs = [abstract(example.shape_at(batch), example.dtype.numpy) for example in self.inputs]
-        specs = [*inputs, *(weight.spec() for weight in self.weights)]
+    def lower(self, index: int, batch: int | None, platform: str, inputs: Sequence[Example] | None = None) -> ir.Module:
+        """The StableHLO module of trace number `index`, which was traced for `batch`.
+
+        `inputs` replaces `self.inputs` for a trace that was made with other shapes.
+        """
+        arguments = [abstract(one.shape_at(batch), one.dtype.numpy) for one in inputs or self.inputs]
+        specs = [*arguments, *(weight.spec() for weight in self.weights)]
         traced = jax.jit(self._main(index), keep_unused=True).trace(*specs)
         module: ir.Module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
         return module

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rsrv.bundle.files import is_passing, name_problem
+from rsrv.bundle.files import GOLDEN, is_passing, name_problem
 from rsrv.core.errors import ExportError
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rsrv.runtime.compile_pool import CompilePool
 
 Precision = Literal["default", "high", "highest"]
+Int64 = Literal["keep", "narrow"]
 Axes = Sequence[int | None] | Mapping[str, int | None]
 
 _PRECISIONS = (None, "default", "high", "highest")
@@ -35,6 +36,9 @@ class ExportOptions:
     input_batch_axes: Axes | None = None
     output_batch_axes: Axes | None = None
     axis_letters: Mapping[str, str] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] | None = None
+    int64: Int64 = "keep"
+    shape_variants: Sequence[Any] | None = None
     client_inputs: Sequence[IOSpec] | None = None
     client_outputs: Sequence[IOSpec] | None = None
     hooks: str | Path | None = None
@@ -44,6 +48,9 @@ class ExportOptions:
     stablehlo_version: str | None = None
     drop_unused_inputs: bool = False
     x64: bool | None = None
+    golden: int = 0
+    input_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    tolerances: Mapping[str, float] | float | None = None
     row_check: bool = True
     provenance: Mapping[str, Any] = field(default_factory=dict)
     collect_git: bool = True
@@ -73,6 +80,12 @@ class ExportOptions:
         for option in ("input_batch_axes", "output_batch_axes"):
             _require_axes(option, getattr(self, option))
         _require_letters(self.axis_letters)
+        if isinstance(self.golden, bool) or not isinstance(self.golden, int) or self.golden < 0:
+            raise ExportError(f"golden is {self.golden!r}, want a number of samples, 0 or more")
+        if self.golden and GOLDEN in self.extra_files:
+            raise ExportError(f"extra_files has {GOLDEN!r}, which golden={self.golden} writes")
+        if self.int64 not in ("keep", "narrow"):
+            raise ExportError(f"int64 is {self.int64!r}, want 'keep' or 'narrow'")
         if self.dir.exists() and not self.overwrite:
             raise ExportError(f"{self.dir} exists", hint="overwrite=True (or --overwrite) replaces it as a whole")
 

@@ -34,6 +34,19 @@ def parse_input_spec(text: str) -> InputSpec:
     return InputSpec(name, dtype, tuple(_size(name, part) for part in _split(match["shape"])))
 
 
+def parse_variant_spec(text: str) -> dict[str, InputSpec]:
+    """Parse one shape variant, ``image=f32[1,256,256,3] mask=f32[1,256,256]``: the inputs that it sets, by name."""
+    variant: dict[str, InputSpec] = {}
+    for part in text.split():
+        spec = parse_input_spec(part)
+        if spec.name in variant:
+            raise UsageError(f"shape variant {text!r} has the input {spec.name!r} twice")
+        variant[spec.name] = spec
+    if not variant:
+        raise UsageError(f"shape variant {text!r} names no input", hint="for example image=f32[1,256,256,3]")
+    return variant
+
+
 def _split(sizes: str) -> list[str]:
     return [part.strip() for part in sizes.split(",")] if sizes.strip() else []
 

@@ -30,13 +30,19 @@ Handler = Callable[[dict[str, Any], bytes], Frame]
 
 
 def main() -> None:
+    serve_jobs(_handler)
+
+
+def serve_jobs(make_handler: Callable[[dict[str, Any]], Handler]) -> None:
+    """Answer jobs until the pipe ends. `make_handler` gets the settings of `compile_process.ChildSettings`, and time to
+    import what the jobs need."""
     settings = json.loads(sys.argv[1])
     _die_with_parent(settings["parent"])
     _step_back()
     jobs, replies = settings["jobs"], settings["replies"]
     for fd in (jobs, replies):
         os.set_inheritable(fd, False)  # an assembler that XLA starts must not keep the pipes open
-    handle = _handler(settings)
+    handle = make_handler(settings)
     if settings["memory_bytes"] is not None:
         _limit_memory(settings["memory_bytes"])
     write_frame(replies, {"event": "ready"})
@@ -63,7 +69,6 @@ def _answer(handle: Handler, message: dict[str, Any], body: bytes) -> Frame:
 
 
 def _handler(settings: dict[str, Any]) -> Handler:
-    """Import what the jobs need, now, so that no job is charged for it."""
     from rsrv.stablehlo.program import prepare, report
 
     def inspect(body: bytes) -> Frame:

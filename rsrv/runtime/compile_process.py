@@ -29,7 +29,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _ROOT = str(Path(__file__).resolve().parents[2])
 # -P keeps the working directory, where anybody may put a numpy.py, off the path. The root comes last, for a checkout
 # that is not installed.
-_BOOTSTRAP = "import sys; sys.path.append(sys.argv.pop(1)); from rsrv.runtime.compile_child import main; main()"
+_BOOTSTRAP = "import sys; sys.path.append(sys.argv.pop(1)); from {module} import main; main()"
 
 
 Why = Literal["died", "deadline", "memory", "protocol"]
@@ -63,9 +63,13 @@ class ChildLost(Exception):
 
 
 class CompileProcess:
-    """Not thread safe, except `kill`. Start it from a thread that outlives it: the kernel ends it with that thread."""
+    """Not thread safe, except `kill`. Start it from a thread that outlives it: the kernel ends it with that thread.
 
-    def __init__(self, settings: ChildSettings) -> None:
+    Args:
+        module: whose ``main`` runs there; it has to end in `compile_child.serve_jobs`.
+    """
+
+    def __init__(self, settings: ChildSettings, module: str = "rsrv.runtime.compile_child") -> None:
         self._memory_bytes = settings.memory_bytes
         self._frames = FrameReader()
         self._tail = b""
@@ -79,7 +83,10 @@ class CompileProcess:
             fds += os.pipe()
             child_jobs, self._jobs, self._replies, child_replies = fds
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOTSTRAP, _ROOT, _arguments(settings, child_jobs, child_replies)],
+                [
+                    *(sys.executable, "-P", "-c", _BOOTSTRAP.format(module=module)),
+                    *(_ROOT, _arguments(settings, child_jobs, child_replies)),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

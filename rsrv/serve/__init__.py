@@ -7,8 +7,8 @@ __getattr__, __dir__, __all__ = attach(
     {
         "RunningServer": ".worker",
         "register_heartbeat": ".observe",
-        "register_meta_model": ".hooks",
-        "register_model": ".hooks",
+        "register_meta_model": "rsrv.runtime.hooks",
+        "register_model": "rsrv.runtime.hooks",
         "register_serve_guard": ".observe",
         "serve": ".app",
         "serve_worker": ".app",

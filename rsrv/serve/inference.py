@@ -26,9 +26,9 @@ from rsrv.core.errors import (
 )
 from rsrv.core.shm.tensor import RegionTensor, Tensor
 from rsrv.core.wire import RequestMessage, encode_response, parse_request
+from rsrv.runtime.hooks import Arrays, call_hook
 from rsrv.serve import observe
 from rsrv.serve.hook_pool import HookPool, Job
-from rsrv.serve.hooks import Arrays, call_hook
 
 if TYPE_CHECKING:
     from rsrv.core.shm import RegionRegistry

@@ -16,7 +16,7 @@ from rsrv.bundle.directory import Bundle, FoundBundle, discover, open_bundle
 from rsrv.bundle.hookfile import inspect_hooks
 from rsrv.bundle.safetensors import WeightsHeader, read_header
 from rsrv.core.errors import BundleError, DigestMismatch, ServerStopping
-from rsrv.serve.hooks import Hooks, load_hooks
+from rsrv.runtime.hooks import Hooks, load_hooks
 from rsrv.serve.registry import Prepared
 from rsrv.serve.scheduler.model import ServableModel
 from rsrv.serve.validate import OutputCheck, RowCheck, RowSizes, TensorCheck
@@ -123,8 +123,10 @@ class Loader:
         began = time.monotonic()
         name = found.name
         with steps("manifest"):
-            bundle = open_bundle(found.path)
+            bundle = open_bundle(found.path, unhooked=name in self._config.allow_unhooked)
             manifest = bundle.manifest
+            for warning in bundle.warnings:
+                log.warning("bundle of the older format name=%s warning=%s", name, warning.message)
             self._registry.set_manifest(name, manifest)
         with steps("hooks"):
             self._check_hooks(bundle)
@@ -135,7 +137,7 @@ class Loader:
         with steps("weights"):
             if bundle.weights_path is None:
                 raise BundleError(f"bundle {name!r} has no weights.safetensors", file="weights.safetensors")
-            header = read_header(bundle.weights_path)
+            header = read_header(bundle.weights_path, column_major=manifest.column_major)
         with steps("signature"):
             self._check_signatures(manifest, programs, header)
         incarnation = self._registry.next_incarnation()
@@ -246,9 +248,10 @@ class DigestWatch:
     Such files may be replaced on their own, so a difference is a warning and the model is marked as modified.
     """
 
-    def __init__(self, registry: Registry, stopping: threading.Event) -> None:
+    def __init__(self, registry: Registry, stopping: threading.Event, *, allow_unhooked: Sequence[str] = ()) -> None:
         self._registry = registry
         self._stopping = stopping
+        self._allow_unhooked = allow_unhooked
 
     def run(self) -> None:
         for entry in self._registry.entries():
@@ -257,7 +260,8 @@ class DigestWatch:
             if entry.prepared is None or not entry.prepared.model.manifest.files:
                 continue
             try:
-                findings = verify_files(open_bundle(entry.path), "all")
+                bundle = open_bundle(entry.path, unhooked=entry.name in self._allow_unhooked)
+                findings = verify_files(bundle, "all")
             except (OSError, BundleError) as error:
                 log.warning("digests not checked name=%s error=%s", entry.name, error)
                 continue

@@ -16,7 +16,7 @@ from rsrv.core.errors import ModelFailed, ModelPreparing, RsrvError, UnknownMode
 
 if TYPE_CHECKING:
     from rsrv.bundle.manifest import Manifest
-    from rsrv.serve.hooks import Hooks
+    from rsrv.runtime.hooks import Hooks
     from rsrv.serve.scheduler.model import ServableModel
     from rsrv.serve.validate import OutputCheck, RowCheck, TensorCheck
 

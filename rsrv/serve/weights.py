@@ -72,6 +72,7 @@ def load_weights(device: Device, path: Path, header: WeightsHeader, *, map_weigh
     The file is read into an anonymous mapping in which every tensor starts on a 64-byte boundary, wherever it lies in
     the file, so a unified device uses all of them without a copy. With `map_weights` the file itself is mapped; tensors
     that lie unaligned in it are copied, and whoever rewrites the file in place changes answers or ends the process.
+    A column-major file is always read, and each of its tensors transposed once, into a mapping of the same layout.
 
     Raises:
         WeightsError: the file cannot be read, is truncated, or is not the one that `header` was read from.
@@ -80,16 +81,18 @@ def load_weights(device: Device, path: Path, header: WeightsHeader, *, map_weigh
     fd = open_regular(path, error=WeightsError, rule="B-60")
     try:
         # The offsets are those of the file that was read and checked before; another one may have taken its place.
-        if read_header(fd) != header:
+        if read_header(fd, column_major=header.column_major) != header:
             raise WeightsError(f"{path} changed since its header was read", rule="B-60", file=path.name)
         entries = ordered(header)
         if not header.data_bytes:
             return _put(device, entries, [0] * len(entries), None)
-        if map_weights:
+        if map_weights and not header.column_major:
             mapping = mmap.mmap(fd, header.data_offset + header.data_bytes, prot=mmap.PROT_READ)
             starts = [header.data_offset + entry.begin for entry in entries]
         else:
             mapping, starts = _read(fd, path, header, entries)
+            if header.column_major:
+                mapping = _transposed(mapping, entries, starts)
     except OSError as error:
         problem = f"{path} cannot be read: {error.strerror or error}"
         raise WeightsError(problem, rule="B-60", file=path.name) from error
@@ -170,6 +173,19 @@ def _read_part(fd: int, path: Path, memory: memoryview, part: _Extent) -> None:
                 file=path.name,
             )
         done += n
+
+
+def _transposed(source: mmap.mmap, entries: Sequence[WeightEntry], starts: Sequence[int]) -> mmap.mmap:
+    """The tensors of `source`, whose axes are reversed there, as the program takes them; `source` is closed."""
+    target = mmap.mmap(-1, len(source), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with source:
+        for entry, start in zip(entries, starts, strict=True):
+            if entry.nbytes:
+                at = (entry.dtype.numpy, prod(entry.shape), start)
+                stored = np.frombuffer(source, *at).reshape(entry.shape[::-1])
+                np.copyto(np.frombuffer(target, *at).reshape(entry.shape), stored.T)
+                del stored  # a mapping with views cannot be closed
+    return target
 
 
 def _put(device: Device, entries: Sequence[WeightEntry], starts: Sequence[int], mapping: mmap.mmap | None) -> WeightSet:

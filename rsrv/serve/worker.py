@@ -250,7 +250,9 @@ class RunningServer:
         observe.beat("up", self.config)
         if self.config.bundles.digests == "programs":
             self._digests = threading.Thread(
-                target=DigestWatch(self.registry, self._stopping).run, name="rsrv-digests", daemon=True
+                target=DigestWatch(self.registry, self._stopping, allow_unhooked=self.config.allow_unhooked).run,
+                name="rsrv-digests",
+                daemon=True,
             )
             self._digests.start()
 

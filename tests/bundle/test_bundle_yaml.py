@@ -36,12 +36,10 @@ def test_the_version_may_be_written_with_or_without_quotes(make_bundle, version)
 
 
 @pytest.mark.parametrize("version", ["2", "2.0", '"2.0"'])
-def test_an_older_version_is_recognised_and_refused_with_advice(make_bundle, version):
-    text = VALID.format(version=version, shape='"cn"', letter="c")
-    with pytest.raises(ManifestError, match="older column-major bundle") as raised:
-        load_manifest(make_bundle(manifest=text))
-    assert raised.value.rule == "§1.11"
-    assert "export the model again" in (raised.value.hint or "")
+def test_an_older_version_is_read_with_its_letters_reversed(make_bundle, version):
+    manifest = load_manifest(make_bundle(manifest=VALID.format(version=version, shape='"cn"', letter="c")))
+    assert (manifest.format_version, manifest.column_major) == ("2.0", True)
+    assert [(spec.letters, spec.batch_axis) for spec in manifest.executable_inputs] == [("nc", 0)]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from rsrv.core.errors import ConfigError
 SAMPLES = {
     "model_dirs": ("{tmp}:{tmp}", ["{tmp}", "{tmp}"]),
     "models_include": ("a::b:", ["a", "b"]),
+    "allow_unhooked": ("net", ["net"]),
     "model_control_mode": ("static", "static"),
     "startup.ready_when": ("any", "any"),
     "bundles.digests": ("strict", "strict"),

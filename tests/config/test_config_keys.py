@@ -11,6 +11,7 @@ from rsrv.core.config.resolution import values_of
 
 DEFAULTS = {
     "models_include": [],
+    "allow_unhooked": [],
     "model_control_mode": "static",
     "startup.ready_when": "all",
     "bundles.digests": "programs",
@@ -76,6 +77,7 @@ ACCEPTED = [
 REFUSED = [
     ("model_dirs", [[], "x", [""], [1], None]),
     ("models_include", ["x", [1], [""]]),
+    ("allow_unhooked", ["x", [1], [""]]),
     ("model_control_mode", ["dynamic", "explicit", "other", None]),
     ("startup.ready_when", ["some", [], [1], [""], True, None]),
     ("bundles.digests", ["all", False]),

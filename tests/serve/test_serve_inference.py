@@ -13,10 +13,10 @@ from rsrv.core.errors import BundleError, Code, HookRejected, ServerStopping
 from rsrv.core.tensors import OutputTarget
 from rsrv.core.wire import RequestedOutput, decode_response, encode_request, join
 from rsrv.runtime.fake import FakeDevice
+from rsrv.runtime.hooks import Hooks
 from rsrv.serve import observe
 from rsrv.serve.counters import ServerCounters
 from rsrv.serve.hook_pool import HookPool
-from rsrv.serve.hooks import Hooks
 from rsrv.serve.inference import Admission, Inference
 from rsrv.serve.loader import prepare_checks
 from rsrv.serve.registry import Registry

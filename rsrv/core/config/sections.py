@@ -165,6 +165,8 @@ class ServerConfig(Section):
     """Directories that hold bundles."""
     models_include: list[Name] = []
     """Names of the bundles to serve. Empty: all."""
+    allow_unhooked: list[Name] = []
+    """Bundles of format 2.0 to serve without their hooks, which cannot run here: clients see the program's tensors."""
     model_control_mode: Annotated[
         Literal["static"],
         refuse(("dynamic", "explicit"), "the control mode {value!r} is not supported yet; wanted 'static'"),

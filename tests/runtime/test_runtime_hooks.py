@@ -5,7 +5,7 @@ import pytest
 
 from rsrv.bundle.hookfile import inspect_hooks
 from rsrv.core.errors import BundleError, HookError, HookRejected
-from rsrv.serve.hooks import call_hook, load_hooks, register_model
+from rsrv.runtime.hooks import call_hook, load_hooks, register_model
 
 
 def load(tmp_path, text, *, meta=False, name="m"):
@@ -107,7 +107,7 @@ def test_bundles_that_load_at_the_same_time_do_not_see_each_other(tmp_path):
     both_inside = threading.Barrier(2, timeout=20)
     load_hooks.__globals__["_test_barrier"] = both_inside
     text = (
-        "import rsrv.serve.hooks as h\nh._test_barrier.wait()\n"
+        "import rsrv.runtime.hooks as h\nh._test_barrier.wait()\n"
         "register_model(preprocess=lambda i: {'who': NAME})\nh._test_barrier.wait()\n"
     )
     results = {}

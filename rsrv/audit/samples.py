@@ -1,0 +1,56 @@
+"""Samples that a user brings as ``.npy`` files, to be answered by the original model and by the bundle (X-51)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rsrv.core.errors import UsageError
+from rsrv.core.tensors import TensorSpec
+
+Sample = dict[str, np.ndarray]
+
+
+def read_samples(directory: Path | str, inputs: Sequence[TensorSpec], limit: int | None = None) -> list[Sample]:
+    """The samples in `directory`, by name: ``.npy`` files for a model with one input, else a directory for each sample
+    that holds ``<input name>.npy``. An array without its batch axis gets one.
+
+    Raises UsageError that names the file when there are none, or one is not what the bundle takes.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise UsageError(f"{directory}: no such directory")
+    found: list[Sample] = []
+    for path in sorted(root.iterdir()):
+        if limit is not None and len(found) == limit:
+            break
+        if path.is_dir():
+            found.append({spec.name: _load(path / f"{spec.name}.npy", spec) for spec in inputs})
+        elif path.suffix == ".npy":
+            if len(inputs) != 1:
+                names = ", ".join(spec.name for spec in inputs)
+                raise UsageError(f"{path} is one array, but the bundle takes {names}; want a directory for each sample")
+            found.append({inputs[0].name: _load(path, inputs[0])})
+    if not found:
+        raise UsageError(f"{directory} holds no sample", hint="NAME.npy files, or a directory of them for each sample")
+    return found
+
+
+def _load(path: Path, spec: TensorSpec) -> np.ndarray:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is no .npy file: {error}") from None
+    if not isinstance(array, np.ndarray):
+        raise UsageError(f"{path} is no .npy file but an archive")
+    if array.dtype.kind == "V" and array.dtype.itemsize == spec.dtype.itemsize:
+        array = array.view(spec.dtype.numpy)  # numpy stores the types of ml_dtypes as plain bytes
+    if array.dtype != spec.dtype.numpy:
+        raise UsageError(f"{path} is {array.dtype}, want {spec.describe()}")
+    if spec.batch_axis is not None and array.ndim == spec.rank - 1:
+        array = np.expand_dims(array, spec.batch_axis)
+    return np.ascontiguousarray(array).reshape(array.shape)
