@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Ends = SimpleQueue[int | BaseException | None]
+
+_LOOK_SECONDS = 0.5
 """What ends a server's run: the number of a signal, an error of its bring-up, or None when somebody called `stop`."""
 
 MAX_FILES = 1 << 16
@@ -130,7 +132,7 @@ def _run(server: RunningServer, ends: Ends, on_listening: Callable[[RunningServe
         if on_listening is not None:
             on_listening(server)
         loading.start()
-        end = ends.get()
+        end = _first(ends)
         if isinstance(end, int):
             log.info("signal received signal=%s", signal.Signals(end).name)
     finally:
@@ -139,6 +141,19 @@ def _run(server: RunningServer, ends: Ends, on_listening: Callable[[RunningServe
             loading.join()
     if isinstance(end, BaseException):
         raise end
+
+
+def _first(ends: Ends) -> int | BaseException | None:
+    """What ends the server, as soon as it is there.
+
+    With a timeout, because a signal that arrives just before the main thread blocks does not wake it: its handler,
+    which fills the queue, runs only when that thread runs again.
+    """
+    while True:
+        try:
+            return ends.get(timeout=_LOOK_SECONDS)
+        except Empty:
+            continue
 
 
 @contextmanager
