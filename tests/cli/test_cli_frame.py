@@ -158,9 +158,9 @@ def test_a_missing_extra_says_what_to_install(failing, capsys, module, extra):
 
 
 def test_a_failed_file_operation_names_the_file(failing, capsys):
-    failing(PermissionError(13, "Permission denied", "/root/x.npy"))
+    failing(PermissionError(13, "Permission denied", "/somewhere/x.npy"))
     assert main(["env"]) == 1
-    assert capsys.readouterr().err == "error: /root/x.npy: Permission denied\n"
+    assert capsys.readouterr().err == "error: /somewhere/x.npy: Permission denied\n"
 
 
 def test_a_reader_that_goes_away_ends_the_command_quietly():
