@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rsrv.audit.programs import bindings_missing, parse_pool
 from rsrv.bundle.directory import open_bundle
-from rsrv.bundle.files import read_regular
+from rsrv.bundle.files import read_program
 from rsrv.bundle.safetensors import read_header
-from rsrv.core.errors import BundleError, ProgramError, SignatureMismatch
+from rsrv.core.errors import ProgramError, SignatureMismatch
 from rsrv.runtime.compile_pool import CompilePool
 
 
@@ -52,7 +52,7 @@ def bundle_entry_arity(mlir_path: Path | str, *, pool: CompilePool | None = None
     Raises BundleError when the file is not there, ProgramError when it cannot be read as a program.
     """
     path = Path(mlir_path)
-    data = read_regular(path, error=BundleError, rule="B-32")
+    data = read_program(path)
     if (reason := bindings_missing()) is not None:
         raise ProgramError(f"{path.name}: {reason}", file=path.name)
     with parse_pool(pool) as parser:

@@ -15,10 +15,10 @@ from rsrv.audit.parity import compare
 from rsrv.audit.programs import bindings_missing, parse_pool, programs_of
 from rsrv.bundle.digests import digest_file
 from rsrv.bundle.directory import Bundle, open_bundle
-from rsrv.bundle.files import PATCH, WEIGHTS, bundle_files, read_regular
+from rsrv.bundle.files import PATCH, WEIGHTS, bundle_files, read_program
 from rsrv.bundle.manifest import Manifest
 from rsrv.bundle.tensors import TensorFile, open_tensors
-from rsrv.core.errors import BundleError, ProgramError
+from rsrv.core.errors import ProgramError
 from rsrv.core.tensors import TensorSpec
 from rsrv.runtime.compile_pool import CompilePool
 from rsrv.stablehlo.signature import ProgramReport
@@ -115,7 +115,7 @@ def _programs(left: Bundle, right: Bundle, pool: CompilePool | None) -> Iterator
             if file not in one or file not in other:
                 yield Difference("programs", file, _digest(one.get(file)), _digest(other.get(file)))
                 continue
-            a, b = (read_regular(paths[file], error=BundleError, rule="B-32") for paths in (one, other))
+            a, b = (read_program(paths[file]) for paths in (one, other))
             if a == b:
                 continue
             if pool is None and bindings_missing() is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from rsrv.audit.check import check_bundle
@@ -12,6 +14,7 @@ from rsrv.audit.process import AuditProcess
 from rsrv.audit.programs import programs_of
 from rsrv.bundle.directory import open_bundle
 from rsrv.bundle.golden import Golden
+from rsrv.bundle.staging import final_name
 from rsrv.core.errors import BundleError, SignatureMismatch
 from rsrv.runtime.compile_pool import CompilePool
 
@@ -22,6 +25,7 @@ def bundle_gate(
     goldens: Sequence[Golden] = (),
     tolerances: Tolerances = None,
     backend: str = "auto",
+    process: AuditProcess | None = None,
 ) -> Callable[[Path], None]:
     """A gate that refuses a staged bundle with any error, or with any part that could not be checked (X-31).
 
@@ -29,9 +33,10 @@ def bundle_gate(
         goldens: what every program has to compute, whether or not the bundle carries them; none: nothing is run.
         tolerances: for `goldens`.
         backend: the device that the programs run on, as in ``runtime.backend``.
+        process: where they run, in place of a process of its own on `backend`; it stays open for the next bundle.
 
     It raises SignatureMismatch when a program does not fit manifest and weights, ParityMismatch when one computes
-    something else, else BundleError, with all errors.
+    something else, else BundleError, with all errors. They name the bundle as it is going to be called.
     """
 
     def gate(staged: Path) -> None:
@@ -39,22 +44,37 @@ def bundle_gate(
         if report.errors:
             kind = SignatureMismatch if any(finding.rule == "B-11" for finding in report.errors) else BundleError
             first = report.errors[0]
-            text = "; ".join(finding.message for finding in report.errors)
-            raise kind(f"the bundle was not written: {text}", rule=first.rule, file=first.file, hint=first.hint)
+            raise _refusal(
+                kind,
+                staged,
+                "; ".join(finding.message for finding in report.errors),
+                first.rule,
+                first.file,
+                first.hint,
+            )
         if report.skipped:
             missing = report.skipped[0]
-            raise BundleError(f"the bundle was not written: {missing.check} cannot be checked: {missing.reason}")
+            raise _refusal(BundleError, staged, f"{missing.check} cannot be checked: {missing.reason}")
         if goldens:
-            with AuditProcess(backend=backend) as process:
-                bundle = open_bundle(staged)
+            with AuditProcess(backend=backend) if process is None else nullcontext(process) as runner:
+                bundle = replace(open_bundle(staged), name=final_name(staged))
                 try:
-                    require_parity(bundle, programs_of(bundle), goldens, process, tolerances)
+                    require_parity(bundle, programs_of(bundle), goldens, runner, tolerances)
                 except BundleError as error:
-                    raise type(error)(
-                        f"the bundle was not written: {error.message}",
-                        rule=error.rule,
-                        file=error.file,
-                        hint=error.hint,
-                    ) from error
+                    raise _refusal(type(error), staged, error.message, error.rule, error.file, error.hint) from error
 
     return gate
+
+
+def _refusal(
+    kind: type[BundleError],
+    staged: Path,
+    text: str,
+    rule: str | None = None,
+    file: str | None = None,
+    hint: str | None = None,
+) -> BundleError:
+    """The error, with the name of the bundle in place of that of the staged directory, which is about to go."""
+    final = final_name(staged)
+    text, hint = text.replace(staged.name, final), hint and hint.replace(staged.name, final)
+    return kind(f"the bundle was not written: {text}", rule=rule, file=file, hint=hint)

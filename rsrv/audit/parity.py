@@ -163,6 +163,15 @@ def compare(
     return ParityReport(tuple(rows))
 
 
+def unanswered(reference: Mapping[str, np.ndarray], problem: str) -> ParityReport:
+    """The report on a sample that got no answer at all, because of `problem`."""
+    rows = [
+        ParityRow(name, _token(array.dtype), array.shape, count=array.size, problem=problem)
+        for name, array in reference.items()
+    ]
+    return ParityReport(tuple(rows))
+
+
 def merge(reports: Iterable[ParityReport]) -> ParityReport:
     """One row per output over many samples: the worst numbers, and doubts only where no sample dispels them."""
     merged: dict[str, ParityRow] = {}

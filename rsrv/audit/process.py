@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from rsrv.audit.parity import ParityReport, Tolerances
 from rsrv.bundle.directory import Bundle
+from rsrv.bundle.files import HOOKS
+from rsrv.bundle.safetensors import write_weights
+from rsrv.bundle.tensors import load_tensors
 from rsrv.bundle.variants import VariantKey
 from rsrv.core.errors import BundleError, CompileProcessError, ProgramError
 from rsrv.runtime.compile_process import ChildLost, ChildSettings, CompileProcess
@@ -57,6 +63,23 @@ class AuditProcess:
             raise BundleError(error["message"], rule=error["rule"] or "B-71", file=name, hint=error["hint"])
         return list(answer["hooks"])
 
+    def call_hook(self, bundle: Bundle, role: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What the hook `role`, ``preprocess`` or ``postprocess``, makes of `arrays`; without one, `arrays` themselves.
+
+        Raises BundleError when it raises, returns something else than arrays, ends the process or takes too long.
+        """
+        with tempfile.TemporaryDirectory(prefix="rsrv-hook-") as directory:
+            given, made = Path(directory, "given"), Path(directory, "made")
+            write_weights(given, list(arrays.items()))
+            message = {"job": "call", "bundle": str(bundle.path), "role": role, "given": str(given), "made": str(made)}
+            try:
+                answer = self._request(message)
+            except ChildLost as lost:
+                raise BundleError(f"the hook {role} {_fate(lost, self._timeout)}", rule="X-52", file=HOOKS) from None
+            if (error := answer.get("error")) is not None:
+                raise BundleError(error["message"], rule=error["rule"] or "X-52", file=HOOKS, hint=error["hint"])
+            return load_tensors(made) if answer["called"] else dict(arrays)
+
     def replay(
         self,
         bundle: Bundle,
@@ -65,11 +88,14 @@ class AuditProcess:
         batch_key: int,
         goldens: Path,
         tolerances: Tolerances,
+        *,
+        hooks: bool = False,
     ) -> dict[int, ParityReport]:
         """Run the goldens in the file `goldens` through one program; index of each golden that it takes → comparison.
 
-        The program is compiled there, whatever its digest says. Raises ProgramError when it cannot be compiled or run,
-        also when that ended the process or took too long.
+        The program is compiled there, whatever its digest says. With `hooks` the goldens are what clients send and get:
+        ``preprocess`` runs before the rows are packed, ``postprocess`` on the rows of each golden (X-52). Raises
+        ProgramError when the program cannot be compiled or run, also when that ended the process or took too long.
         """
         message = {
             "job": "replay",
@@ -78,6 +104,7 @@ class AuditProcess:
             "variant": list(variant),
             "batch_key": batch_key,
             "goldens": str(goldens),
+            "hooks": hooks,
             "tolerances": dict(tolerances) if isinstance(tolerances, Mapping) else tolerances,
         }
         try:

@@ -5,6 +5,7 @@ Tab-separated: model, batch, ok, relative errors (by output, in order), note (X-
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,52 +28,73 @@ class Result:
 
 
 def read_results(path: Path | str) -> list[Result]:
-    """The lines of the file, none when it is not there. Raises UsageError for a file that holds something else."""
-    file = Path(path)
-    if not file.exists():
-        return []
+    """The lines of the file, none when it is not there. Raises UsageError for a file that holds something else.
+
+    Of a line that a killed run left unfinished, nothing counts, nor do the other lines of that model: it is to be
+    verified again.
+    """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        if lines[:1] != ["\t".join(_HEAD)]:
-            raise ValueError("its first line is another")
-        return [_parse(line) for line in lines[1:]]
+        return _read(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
     except ValueError as error:
         raise UsageError(f"{path} is no file of results: {error}", hint="name another file, or remove it") from None
 
 
-def append_results(path: Path | str, report: VerifyReport) -> list[Result]:
-    """Add the programs of `report` to the file, which is made if need be; returns what was added."""
-    file = Path(path)
-    results = [_result(report.bundle, program) for program in report.programs]
-    if report.problem is not None:
-        results.append(Result(report.bundle, "-", False, (), _line(report.problem)))
-    with file.open("a", encoding="utf-8") as stream:
-        if not stream.tell():
-            stream.write("\t".join(_HEAD) + "\n")
-        stream.writelines(_format(result) + "\n" for result in results)
+def results_of(report: VerifyReport) -> list[Result]:
+    """A line for each program, and one with the batch ``-`` for a bundle of which nothing, or not all, was compared."""
+    model = _line(report.bundle)
+    results = [_result(model, program) for program in report.programs]
+    if report.problem is not None or not results:
+        results.append(Result(model, "-", report.passed(), (), _line(report.problem or _nothing(report))))
     return results
 
 
-def markdown(results: Sequence[Result]) -> str:
-    """A summary: the programs that failed, and the worst error of every model that passed."""
-    failed = [result for result in results if not result.ok]
-    worst: dict[str, float] = {}
-    for result in results:
-        worst[result.model] = max(worst.get(result.model, 0.0), *result.rels, 0.0)
-    passed = {model: rel for model, rel in worst.items() if model not in {result.model for result in failed}}
-    lines = ["# Parity", "", f"{len(passed)} of {len(worst)} models passed, {len(results)} programs compared.", ""]
-    if failed:
-        lines += ["## Failed", "", "| model | batch | rel | note |", "|---|---|---|---|"]
-        lines += [
-            f"| {_cell(r.model)} | {r.batch} | {', '.join(f'{rel:.3g}' for rel in r.rels)} | {_cell(r.note)} |"
-            for r in failed
-        ]
-        lines.append("")
-    if passed:
-        lines += ["## Passed", "", "| model | worst rel |", "|---|---|"]
-        lines += [f"| {_cell(model)} | {rel:.3g} |" for model, rel in sorted(passed.items())]
-        lines.append("")
-    return "\n".join(lines)
+def append_results(path: Path | str, report: VerifyReport) -> list[Result]:
+    """Add the programs of `report` to the file, which is made if need be; returns what was added.
+
+    They appear together, in one write. What a killed run left unfinished there is removed first.
+    """
+    file = Path(path)
+    results = results_of(report)
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    if text and not text.endswith("\n"):
+        replace_text(file, _text(_read(text)))
+    lines = "".join(_format(result) + "\n" for result in results)
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(lines if stream.tell() else _text([]) + lines)
+    return results
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file anew, in one step: a run that is killed leaves the old one or the new one."""
+    staged = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        staged.write_text(text, encoding="utf-8")
+        staged.replace(path)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+
+
+def _read(text: str) -> list[Result]:
+    *lines, unfinished = text.split("\n")
+    if lines[:1] != ["\t".join(_HEAD)] and (lines or not "\t".join(_HEAD).startswith(unfinished) or not unfinished):
+        raise ValueError("its first line is another")
+    results = [_parse(line) for line in lines[1:]]
+    if unfinished and results and results[-1].model.startswith(unfinished.partition("\t")[0]):
+        return [result for result in results if result.model != results[-1].model]
+    return results
+
+
+def _nothing(report: VerifyReport) -> str:
+    if report.is_meta:
+        return "kind meta, which has no programs"
+    return "; ".join(f"{skipped.check}: {skipped.reason}" for skipped in report.skipped) or "nothing was compared"
+
+
+def _text(results: Sequence[Result]) -> str:
+    return "".join(line + "\n" for line in ("\t".join(_HEAD), *map(_format, results)))
 
 
 def _result(model: str, program: VerifiedProgram) -> Result:
@@ -100,7 +122,3 @@ def _parse(line: str) -> Result:
 def _line(text: str) -> str:
     """`text` in one cell of one line."""
     return " ".join(text.split())
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

@@ -13,29 +13,40 @@ from rsrv.core.tensors import TensorSpec
 Sample = dict[str, np.ndarray]
 
 
-def read_samples(directory: Path | str, inputs: Sequence[TensorSpec], limit: int | None = None) -> list[Sample]:
-    """The samples in `directory`, by name: ``.npy`` files for a model with one input, else a directory for each sample
-    that holds ``<input name>.npy``. An array without its batch axis gets one.
+def read_samples(directory: Path | str, inputs: Sequence[TensorSpec], limit: int | None = None) -> dict[str, Sample]:
+    """The samples in `directory`, in the order of their names: name → input → array.
+
+    They are ``.npy`` files for a model with one input, else a directory for each sample that holds ``<input>.npy``; of
+    other files and of hidden ones nothing is read. An array without its batch axis gets one.
 
     Raises UsageError that names the file when there are none, or one is not what the bundle takes.
     """
     root = Path(directory)
     if not root.is_dir():
-        raise UsageError(f"{directory}: no such directory")
-    found: list[Sample] = []
+        raise UsageError(f"{directory}: no such directory", hint=f"it is to hold {_wanted(inputs)}")
+    found: dict[str, Sample] = {}
     for path in sorted(root.iterdir()):
         if limit is not None and len(found) == limit:
             break
+        if path.name.startswith("."):
+            continue
         if path.is_dir():
-            found.append({spec.name: _load(path / f"{spec.name}.npy", spec) for spec in inputs})
+            found[path.name] = {spec.name: _load(path / f"{spec.name}.npy", spec) for spec in inputs}
         elif path.suffix == ".npy":
             if len(inputs) != 1:
                 names = ", ".join(spec.name for spec in inputs)
                 raise UsageError(f"{path} is one array, but the bundle takes {names}; want a directory for each sample")
-            found.append({inputs[0].name: _load(path, inputs[0])})
+            found[path.name] = {inputs[0].name: _load(path, inputs[0])}
     if not found:
-        raise UsageError(f"{directory} holds no sample", hint="NAME.npy files, or a directory of them for each sample")
+        raise UsageError(f"{directory} holds no sample: looked for {_wanted(inputs)}")
     return found
+
+
+def _wanted(inputs: Sequence[TensorSpec]) -> str:
+    """What `read_samples` looks for."""
+    files = " and ".join(f"{spec.name}.npy ({spec.describe()})" for spec in inputs)
+    folders = f"a directory for each sample with {files}"
+    return f"ANY.npy ({inputs[0].describe()}), or {folders}" if len(inputs) == 1 else folders
 
 
 def _load(path: Path, spec: TensorSpec) -> np.ndarray:

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rsrv.audit.findings import CheckReport, Finding, Skipped
 from rsrv.audit.golden import audit_process, chosen_tolerances, golden_file, parity_findings
 from rsrv.audit.packing import golden_problem
-from rsrv.audit.parity import ParityReport, Tolerances, merge
+from rsrv.audit.parity import ParityReport, Tolerances, compare, merge, unanswered
 from rsrv.audit.process import AuditProcess
-from rsrv.audit.programs import PARSE_SECONDS, Program, programs_of
+from rsrv.audit.programs import Program, programs_of
+from rsrv.audit.shapes import ProgramShapes, SizedInput
 from rsrv.bundle.digests import read_verified_program
 from rsrv.bundle.directory import Bundle, open_bundle
 from rsrv.bundle.files import GOLDEN
 from rsrv.bundle.golden import Golden, read_golden
 from rsrv.core.errors import BundleError, RsrvError, UsageError
-from rsrv.core.tensors import TensorSpec
-from rsrv.runtime.compile_pool import CompilePool
-
-SizedInput = tuple[TensorSpec, tuple[int, ...]]
-"""An executable input, and the shape that one program takes."""
 
 Sweep = Callable[[Sequence[SizedInput]], Sequence[Golden]]
 """Makes goldens for exactly these shapes."""
+
+Ask = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
+"""Has a server answer one request. Raises RsrvError for a refusal, BundleError when there is no server any more."""
+
+SERVER = "server"
+"""Stands for a program where samples of any size were sent to a server, which chooses programs itself."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,14 @@ class VerifiedProgram:
 
 @dataclass
 class VerifyReport:
-    """What one bundle was compared with, `against`, and what came of it. `problem`: why nothing was compared at all."""
+    """What one bundle was compared with, `against`, and what came of it.
+
+    Attributes:
+        problem: why nothing was compared at all.
+        hooks: the bundle's hooks were part of what was compared.
+        served: a server of the bundle answered.
+        sample_names: what the samples are called, when they have names.
+    """
 
     bundle: str
     path: Path
@@ -77,6 +87,18 @@ class VerifyReport:
     skipped: list[Skipped] = field(default_factory=list)
     problem: str | None = None
     is_meta: bool = False
+    hooks: bool = False
+    served: bool = False
+    sample_names: Sequence[str] = ()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many comparisons of a sample with a program passed, and how many there were."""
+        samples = [parity for program in self.programs for parity in program.samples.values()]
+        return sum(parity.ok for parity in samples), len(samples)
+
+    def sample_name(self, index: int) -> str:
+        return self.sample_names[index] if index < len(self.sample_names) else str(index)
 
     def passed(self, *, strict: bool = False) -> bool:
         """Some program was compared, and none differs; with `strict` nothing is unproven or left out either.
@@ -95,6 +117,11 @@ class VerifyReport:
             "against": self.against,
             "ok": self.passed(),
             "problem": self.problem,
+            "hooks": self.hooks,
+            "served": self.served,
+            "passed": self.counts[0],
+            "compared": self.counts[1],
+            "sample_names": list(self.sample_names),
             "programs": [program.to_json() for program in self.programs],
             "skipped": [{"check": skipped.check, "reason": skipped.reason} for skipped in self.skipped],
         }
@@ -123,6 +150,9 @@ def verify_bundle(
     tolerances: Tolerances = None,
     process: AuditProcess | None = None,
     limit: int | None = None,
+    hooks: bool = False,
+    ask: Ask | None = None,
+    sample_names: Sequence[str] = (),
 ) -> VerifyReport:
     """Run every program of the bundle in `directory` and compare its numbers.
 
@@ -134,6 +164,11 @@ def verify_bundle(
         tolerances: before those that the bundle states.
         process: where the programs run; default: a process of its own.
         limit: only so many of the goldens.
+        hooks: the way of a request, ``preprocess`` → program → ``postprocess``: goldens and sweep are of client inputs
+            and outputs, where the bundle has hooks (X-52).
+        ask: a server of the bundle to send the goldens to, one request for each, instead of running programs here
+            (X-54). It runs the hooks.
+        sample_names: what `goldens` are called.
 
     Raises UsageError when `directory` is not one, or has no program for one of `batches`; what is wrong with the bundle
     is in the report.
@@ -141,22 +176,36 @@ def verify_bundle(
     path = Path(os.path.abspath(directory))
     if not path.is_dir():
         raise UsageError(f"{directory}: no such directory", hint="name the directory of a bundle")
-    report = VerifyReport(path.name, path, against)
+    report = VerifyReport(path.name, path, against, served=ask is not None, sample_names=sample_names)
     try:
         bundle = open_bundle(path)
+        report.hooks = bundle.hooks_path is not None and (hooks or ask is not None)
         programs = _chosen(bundle, batches)
         if bundle.manifest.is_meta:
             report.is_meta = True
         elif bundle.manifest.batching.dynamic:
             report.problem = f"bundle {bundle.name!r}: programs with a symbolic batch axis are not run yet"
-        elif sweep is None:
-            samples = (_goldens(bundle) if goldens is None else goldens)[:limit]
-            _replay(report, bundle, programs, samples, tolerances, process)
+        elif sweep is not None:
+            _sweep(report, bundle, programs, sweep, tolerances, process, ask)
+        elif ask is not None:
+            _send(report, bundle, _samples(report, bundle, goldens)[:limit], tolerances, ask)
         else:
-            _sweep(report, bundle, programs, sweep, tolerances, process)
+            _replay(report, bundle, programs, _samples(report, bundle, goldens)[:limit], tolerances, process)
     except BundleError as error:
         report.problem = error.message
     return report
+
+
+def _samples(report: VerifyReport, bundle: Bundle, goldens: Sequence[Golden] | None) -> Sequence[Golden]:
+    if goldens is not None:
+        return goldens
+    if report.hooks:
+        raise BundleError(
+            f"bundle {bundle.name!r}: its goldens are of the program alone, and hooks come with it here: "
+            "the original model is needed",
+            rule="X-58",
+        )
+    return _goldens(bundle)
 
 
 def _goldens(bundle: Bundle) -> list[Golden]:
@@ -189,16 +238,34 @@ def _replay(
     tolerances: Tolerances,
     process: AuditProcess | None,
 ) -> None:
-    for index, golden in enumerate(goldens):
-        if (problem := golden_problem(bundle.manifest, golden)) is not None:
-            raise BundleError(f"sample {index} {problem}", rule="X-58")
+    if not report.hooks:
+        for index, golden in enumerate(goldens):
+            if (problem := golden_problem(bundle.manifest, golden)) is not None:
+                raise BundleError(f"sample {report.sample_name(index)} {problem}", rule="X-58")
     with audit_process(process) as runner, golden_file(goldens) as path:
         for program in programs:
-            result = _run(bundle, program, path, tolerances, runner)
+            result = _run(bundle, program, path, tolerances, runner, hooks=report.hooks)
             if result.samples or result.problem:
                 report.programs.append(result)
             else:
                 report.skipped.append(Skipped(program[0], "no sample has the shapes of this program"))
+
+
+def _send(report: VerifyReport, bundle: Bundle, goldens: Sequence[Golden], tolerances: Tolerances, ask: Ask) -> None:
+    """Samples as they are, a request for each; together by their number of rows, which is what the server goes by."""
+    by_rows: dict[int, dict[int, Golden]] = {}
+    for index, golden in enumerate(goldens):
+        rows = next(
+            (
+                golden.inputs[spec.name].shape[spec.batch_axis]
+                for spec in bundle.manifest.wire_inputs
+                if spec.batch_axis is not None and spec.name in golden.inputs
+            ),
+            0,
+        )
+        by_rows.setdefault(rows, {})[index] = golden
+    for rows, samples in sorted(by_rows.items()):
+        report.programs.append(_asked(bundle, (SERVER, (), rows), samples, tolerances, ask))
 
 
 def _sweep(
@@ -208,51 +275,54 @@ def _sweep(
     sweep: Sweep,
     tolerances: Tolerances,
     process: AuditProcess | None,
+    ask: Ask | None,
 ) -> None:
-    with audit_process(process) as runner, ExitStack() as stack:
-        shapes = _Shapes(bundle, stack)
+    with audit_process(process) as runner, ProgramShapes(bundle) as shapes:
         for program in programs:
             try:
-                goldens = sweep(shapes.of(program))
+                goldens = sweep(shapes.of_clients(program) if report.hooks else shapes.of(program))
             except RsrvError as error:
                 result = VerifiedProgram(*program, problem=error.message)
             else:
-                with golden_file(goldens) as path:
-                    result = _run(bundle, program, path, tolerances, runner)
+                if ask is not None:
+                    result = _asked(bundle, program, dict(enumerate(goldens)), tolerances, ask)
+                else:
+                    with golden_file(goldens) as path:
+                        result = _run(bundle, program, path, tolerances, runner, hooks=report.hooks)
                 if not result.samples and result.problem is None:
                     result = VerifiedProgram(*program, problem=f"{program[0]} does not take the samples made for it")
             report.programs.append(result)
 
 
 def _run(
-    bundle: Bundle, program: Program, goldens: Path, tolerances: Tolerances, process: AuditProcess
+    bundle: Bundle,
+    program: Program,
+    goldens: Path,
+    tolerances: Tolerances,
+    process: AuditProcess,
+    *,
+    hooks: bool,
 ) -> VerifiedProgram:
     file, variant, batch_key = program
+    chosen = chosen_tolerances(bundle, tolerances)
     try:
         read_verified_program(bundle, bundle.path / file, "programs")
-        samples = process.replay(bundle, file, variant, batch_key, goldens, chosen_tolerances(bundle, tolerances))
+        samples = process.replay(bundle, file, variant, batch_key, goldens, chosen, hooks=hooks)
     except BundleError as error:
         return VerifiedProgram(file, variant, batch_key, problem=error.message)
     return VerifiedProgram(file, variant, batch_key, samples)
 
 
-class _Shapes:
-    """The input shapes of programs: from the manifest, or from the program where only it knows its batch extent."""
-
-    def __init__(self, bundle: Bundle, stack: ExitStack) -> None:
-        self._bundle = bundle
-        self._stack = stack
-        self._pool: CompilePool | None = None
-
-    def of(self, program: Program) -> list[SizedInput]:
-        file, variant, batch_key = program
-        specs = self._bundle.manifest.executable_inputs
-        batch = batch_key
-        if not batch and any(spec.batch_axis is not None for spec in specs):
-            if self._pool is None:
-                self._pool = self._stack.enter_context(CompilePool(parse_only=True, timeout_seconds=PARSE_SECONDS))
-            data = read_verified_program(self._bundle, self._bundle.path / file, "programs")
-            arguments = self._pool.inspect(data).signature.arguments
-            return [(spec, argument.shape) for spec, argument in zip(specs, arguments, strict=False)]
-        sizes = iter(variant)
-        return [(spec, spec.concrete_shape(batch, [next(sizes) for _ in spec.variable_axes])) for spec in specs]
+def _asked(
+    bundle: Bundle, program: Program, goldens: Mapping[int, Golden], tolerances: Tolerances, ask: Ask
+) -> VerifiedProgram:
+    chosen = chosen_tolerances(bundle, tolerances)
+    samples: dict[int, ParityReport] = {}
+    for index, golden in goldens.items():
+        try:
+            samples[index] = compare(golden.outputs, ask(golden.inputs), chosen)
+        except BundleError as error:
+            return VerifiedProgram(*program, samples, problem=error.message)
+        except RsrvError as error:
+            samples[index] = unanswered(golden.outputs, f"the server refused it: {error.message}")
+    return VerifiedProgram(*program, samples)

@@ -24,6 +24,7 @@ __getattr__, __dir__, __all__ = attach(
         "describe_bundle": ".describe",
         "digest_file": ".digests",
         "discover": ".directory",
+        "enclosing_bundle": ".directory",
         "inspect_hooks": ".hookfile",
         "internal_names": ".rules",
         "load_manifest": ".manifest",

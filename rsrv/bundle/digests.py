@@ -17,15 +17,18 @@ from rsrv.bundle.files import (
     HOOKS,
     LEGACY_HOOKS,
     MANIFEST,
+    MAX_PROGRAM_BYTES,
     bundle_files,
     link_problem,
     open_regular,
+    read_program,
     read_regular,
     sync_directory,
 )
 from rsrv.bundle.manifest import KEYS, MAX_MANIFEST_BYTES, load_mapping, parse_manifest
 from rsrv.bundle.outline import replace_block
 from rsrv.bundle.problems import violation
+from rsrv.bundle.programs import is_program_name
 from rsrv.bundle.text import emit_block, emit_manifest
 from rsrv.core.errors import BundleError, DigestMismatch, ManifestError
 
@@ -34,35 +37,46 @@ DigestsMode = Literal["strict", "programs", "off"]
 
 @dataclass(frozen=True, slots=True)
 class DigestFinding:
-    """A file that differs from its digest; `declared` is None for one that ``files`` lacks, `actual` for a missing one.
+    """A file that differs from its digest: in `size`, which then is all that was looked at, or in `sha256`.
 
-    A difference in a program, or a missing file, is an error; any other file may be replaced on its own: a warning.
+    `declared` is None for a file that ``files`` lacks, `size` for one that is missing. A difference in a program, or a
+    missing file, is an error; any other file may be replaced on its own: a warning.
     """
 
     file: str
     declared: FileDigest | None
-    actual: FileDigest | None
+    size: int | None
+    sha256: str | None
     severity: Literal["error", "warning"]
 
     @property
     def message(self) -> str:
-        if self.actual is None:
+        if self.size is None:
             return f"{self.file} is listed in files, but missing"
         if self.declared is None:
             return f"{self.file} is not listed in files"
-        if self.declared.size != self.actual.size:
-            return f"{self.file} has {self.actual.size} bytes, files says {self.declared.size}"
-        return f"{self.file} has sha256 {self.actual.sha256}, files says {self.declared.sha256}"
+        if self.declared.size != self.size:
+            return f"{self.file} has {self.size} bytes, files says {self.declared.size}"
+        if self.sha256 is None:
+            return f"{self.file} has {self.size} bytes; programs above {MAX_PROGRAM_BYTES} are not read"
+        return f"{self.file} has sha256 {self.sha256}, files says {self.declared.sha256}"
 
 
-def digest_file(path: Path | str) -> FileDigest:
-    """Size and sha256 of a regular file, read in parts. Raises BundleError when it cannot be read."""
+def digest_file(path: Path | str, *, max_bytes: int | None = None) -> FileDigest:
+    """Size and sha256 of a regular file, read in parts.
+
+    Raises BundleError when it cannot be read, or is larger than `max_bytes`.
+    """
     file = Path(path)
     fd = open_regular(file, error=BundleError, rule="B-15a")
     hasher = hashlib.sha256()
     size = 0
     buffer = bytearray(1 << 20)
     with open(fd, "rb", buffering=0) as stream:
+        if max_bytes is not None and (large := os.fstat(fd).st_size) > max_bytes:
+            raise violation(
+                BundleError, "B-15a", f"{file}: {large} bytes; at most {max_bytes} are read", file=file.name
+            )
         try:
             while count := stream.readinto(buffer):
                 hasher.update(memoryview(buffer)[:count])
@@ -89,24 +103,31 @@ def verify_files(bundle: Bundle, which: Literal["programs", "all"] = "programs")
     findings = []
     for name in sorted(names):
         is_there = name in present or (name in programs and (bundle.path / name).is_file())
-        actual = digest_file(bundle.path / name) if is_there else None
-        if actual != declared.get(name):
-            severity: Literal["error", "warning"] = "error" if name in programs or actual is None else "warning"
-            findings.append(DigestFinding(name, declared.get(name), actual, severity))
+        size = (bundle.path / name).stat().st_size if is_there else None
+        wanted, sha256 = declared.get(name), None
+        readable = name not in programs or (size is not None and size <= MAX_PROGRAM_BYTES)
+        if wanted is not None and size == wanted.size and readable:  # else the size tells enough
+            actual = digest_file(bundle.path / name)
+            if actual == wanted:
+                continue
+            size, sha256 = actual.size, actual.sha256
+        severity: Literal["error", "warning"] = "error" if name in programs or size is None else "warning"
+        findings.append(DigestFinding(name, wanted, size, sha256, severity))
     return findings
 
 
 def read_verified_program(bundle: Bundle, path: Path, digests: DigestsMode) -> bytes:
     """The bytes of a program of `bundle`, which are the very bytes that were compared with its digest.
 
-    Raises DigestMismatch when they differ, unless `digests` is ``off`` or the manifest has no ``files``.
+    Raises DigestMismatch when they differ, unless `digests` is ``off`` or the manifest has no ``files``. Raises
+    BundleError for a file above `MAX_PROGRAM_BYTES`, which is not read.
     """
-    data = read_regular(path, error=BundleError, rule="B-32")
+    data = read_program(path)
     if digests == "off" or bundle.manifest.files is None:
         return data
-    name = _name_in(bundle, path)
-    finding = DigestFinding(name, bundle.manifest.files.get(name), digest_bytes(data), "error")
-    if finding.actual != finding.declared:
+    name, actual = _name_in(bundle, path), digest_bytes(data)
+    if actual != (declared := bundle.manifest.files.get(name)):
+        finding = DigestFinding(name, declared, actual.size, actual.sha256, "error")
         raise violation(
             DigestMismatch,
             "B-15a",
@@ -137,7 +158,10 @@ def seal(directory: Path | str) -> Mapping[str, FileDigest]:
         trouble = link_problem(bundle / name, bundle.parent)
         if trouble is not None:
             raise violation(BundleError, "B-1", f"bundle {bundle.name!r}: {name} {trouble}", file=name)
-    digests = {name: digest_file(bundle / name) for name in names}
+    digests = {
+        name: digest_file(bundle / name, max_bytes=MAX_PROGRAM_BYTES if is_program_name(name) else None)
+        for name in names
+    }
     sealed = _with_files(text.decode(), rest, files_block(digests)).encode()
     if len(sealed) > MAX_MANIFEST_BYTES:
         problem = f"{path}: {len(sealed)} bytes with the digests of {len(names)} files, above {MAX_MANIFEST_BYTES}"

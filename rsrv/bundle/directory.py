@@ -92,6 +92,18 @@ def discover(
     return Discovery(found, not_found)
 
 
+def enclosing_bundle(path: Path | str) -> Path | None:
+    """The directory of the bundle that the file `path` lies in, at any depth; None when it lies in none.
+
+    The file need not exist any more. Directories are found as in `discover`: by their manifest, unless their name is
+    that of something half written or hidden.
+    """
+    for directory in Path(path).parents:
+        if os.path.lexists(directory / MANIFEST) and not is_passing(directory.absolute().name):
+            return directory
+    return None
+
+
 def _distinct(roots: Sequence[Path | str]) -> list[Path]:
     """`roots` without repetitions of one directory, which would make every bundle its own duplicate."""
     distinct: dict[str, Path] = {}

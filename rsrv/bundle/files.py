@@ -18,6 +18,9 @@ LEGACY_HOOKS = "model.jl"
 PATCH = "working_tree.patch"
 GOLDEN = "golden.safetensors"
 
+MAX_PROGRAM_BYTES = 1 << 30
+"""A program above this size is refused before it is read. Weights are not part of it: those we know have a few MB."""
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _PASSING_SUFFIXES = (".tmp", ".partial", ".swp", ".swo", ".swx", "~")
 
@@ -138,6 +141,11 @@ def read_regular(path: Path, *, max_bytes: int | None = None, error: type[Bundle
     if max_bytes is not None and len(data) > max_bytes:
         raise violation(error, rule, f"{path}: grew above {max_bytes} bytes while it was read", file=path.name)
     return data
+
+
+def read_program(path: Path) -> bytes:
+    """The bytes of a program file. Raises BundleError (B-32), also for one above `MAX_PROGRAM_BYTES`."""
+    return read_regular(path, max_bytes=MAX_PROGRAM_BYTES, error=BundleError, rule="B-32")
 
 
 def sync_directory(path: Path) -> None:

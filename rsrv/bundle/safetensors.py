@@ -26,10 +26,15 @@ from rsrv.core.errors import WeightsError
 from rsrv.core.shapes import MAX_RANK
 
 MAX_HEADER_BYTES = 100_000_000
+MAX_TENSORS = 1 << 16
+"""Each tensor is an argument of a program; a header with a million of them would take a minute to read."""
 ALIGNMENT = 64
 
 _METADATA = "__metadata__"
+_KEYS = {"dtype", "shape", "data_offsets"}
 _LENGTH_BYTES = 8
+_LFS_POINTER = b"version "
+"""How the file begins that Git leaves in the place of one that it keeps elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +114,17 @@ class _HeaderReader:
         self._file = file
         self._column_major = column_major
 
-    def refuse(self, problem: str, rule: str = "B-60") -> NoReturn:
-        raise violation(WeightsError, rule, f"{self._label}: {problem}", file=self._file)
+    def refuse(self, problem: str, rule: str = "B-60", hint: str | None = None) -> NoReturn:
+        raise violation(WeightsError, rule, f"{self._label}: {problem}", file=self._file, hint=hint)
 
     def read(self, fd: int) -> WeightsHeader:
         file_bytes = os.fstat(fd).st_size
         if file_bytes < _LENGTH_BYTES:
             self.refuse(f"{file_bytes} bytes hold no header length; the file is truncated")
-        length = int.from_bytes(self._pread(fd, _LENGTH_BYTES, 0), "little")
+        first = self._pread(fd, _LENGTH_BYTES, 0)
+        if first == _LFS_POINTER:
+            self.refuse("this is a pointer of Git LFS, not the file itself", hint="git lfs pull")
+        length = int.from_bytes(first, "little")
         if length > MAX_HEADER_BYTES:
             self.refuse(f"header length is {length}; at most {MAX_HEADER_BYTES} bytes are read")
         data_offset = _LENGTH_BYTES + length
@@ -149,12 +157,16 @@ class _HeaderReader:
         return b"".join(parts)
 
     def _json(self, text: bytes | str, what: str) -> Any:
+        objects = 0
+
         def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-            mapping: dict[str, Any] = {}
-            for key, value in pairs:
-                if key in mapping:
-                    self.refuse(f"{what} has the key {key!r} twice")
-                mapping[key] = value
+            nonlocal objects
+            objects += 1
+            if objects > MAX_TENSORS + 2:  # one for each tensor, the metadata, and the header itself
+                self.refuse(f"{what} has more than {MAX_TENSORS} tensors; so many are not read")
+            mapping = dict(pairs)
+            if len(mapping) < len(pairs):
+                self._refuse_repeated(pairs, what)
             return mapping
 
         def constant(name: str) -> NoReturn:
@@ -169,6 +181,14 @@ class _HeaderReader:
             self.refuse(f"{what} is nested too deeply")
         except ValueError as error:  # JSONDecodeError, and integers with more digits than Python converts
             self.refuse(f"{what} is not JSON: {error}")
+
+    def _refuse_repeated(self, pairs: list[tuple[str, Any]], what: str) -> NoReturn:
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                break
+            seen.add(key)
+        self.refuse(f"{what} has the key {key!r} twice")
 
     def _metadata(self, value: object) -> dict[str, str]:
         if not isinstance(value, dict):
@@ -197,7 +217,7 @@ class _HeaderReader:
         where = f"tensor {name!r}"
         if not is_text(name):
             self.refuse(f"{where}: the name is not valid Unicode")
-        if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        if not isinstance(value, dict) or value.keys() != _KEYS:
             self.refuse(f"{where} must have exactly dtype, shape and data_offsets, got {_shortened(value)}")
         tag, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
         try:
@@ -205,14 +225,14 @@ class _HeaderReader:
         except (KeyError, TypeError):
             known = ", ".join(dtype.safetensors for dtype in DType)
             self.refuse(f"{where}: dtype {_shortened(tag)} is not supported; supported: {known}")
-        if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
-            self.refuse(f"{where}: shape {_shortened(shape)} must be a list of integers, 0 or above")
-        if len(shape) > MAX_RANK:
+        if isinstance(shape, list) and len(shape) > MAX_RANK:
             self.refuse(f"{where}: {len(shape)} axes; at most {MAX_RANK} are possible")
+        if not isinstance(shape, list) or not all(map(_is_count, shape)):
+            self.refuse(f"{where}: shape {_shortened(shape)} must be a list of integers, 0 or above")
         # Zero extents leave no bytes behind, but numpy multiplies the others all the same.
-        if math.prod(size for size in shape if size) * dtype.itemsize >= 2**63:
+        if math.prod(filter(None, shape)) * dtype.itemsize >= 2**63:
             self.refuse(f"{where}: shape {_shortened(shape)} overflows")
-        if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
+        if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
             self.refuse(f"{where}: data_offsets {_shortened(offsets)} must be two integers, 0 or above")
         begin, end = offsets
         if not begin <= end <= data_bytes:
@@ -257,7 +277,7 @@ class _HeaderReader:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and value >= 0  # a bool is an int of another type
 
 
 def _shortened(value: object, limit: int = 200) -> str:
@@ -306,6 +326,8 @@ def _checked(items: Iterable[tuple[str, np.ndarray]]) -> Iterable[tuple[str, np.
 
 
 def _header(arrays: Mapping[str, np.ndarray], layout: Sequence[str]) -> bytes:
+    if len(arrays) > MAX_TENSORS:
+        raise violation(WeightsError, "B-60", f"{len(arrays)} tensors; at most {MAX_TENSORS} go into a file")
     digests = {name: hashlib.sha256(_bytes_of(array)).hexdigest() for name, array in arrays.items()}
     header: dict[str, Any] = {
         _METADATA: {"argument_order": json.dumps(list(arrays)), "tensor_digests": json.dumps(digests)}

@@ -72,6 +72,11 @@ def _naming(target: Path) -> Iterator[None]:
         raise violation(BundleError, "X-12", f"{target} cannot be written: {error.strerror}") from error
 
 
+def final_name(staged: Path) -> str:
+    """The name that the staged directory `staged` is going to have."""
+    return staged.name.removeprefix(".").removesuffix(".partial").rpartition(".")[0]
+
+
 def _require_replaceable(target: Path, overwrite: bool) -> None:
     if not os.path.lexists(target):
         return

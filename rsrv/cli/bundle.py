@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rsrv.cli import convert, output, verify
+from rsrv.cli.reports import require_writable
 
 if TYPE_CHECKING:
     from rsrv.audit import CheckReport
@@ -20,7 +21,15 @@ Directories = Annotated[list[Path], typer.Argument(metavar="DIR…", help="Direc
 
 @app.command()
 def check(
-    directories: Directories,
+    paths: Annotated[
+        list[Path] | None, typer.Argument(metavar="DIR…", help="Directories of bundles.", show_default=False)
+    ] = None,
+    changed: Annotated[
+        bool,
+        typer.Option(
+            "--changed", help="The arguments are files: check the bundles that they lie in, which may be none."
+        ),
+    ] = False,
     run: Annotated[
         bool, typer.Option("--run", help="Also run every program on the goldens, and import the hooks.")
     ] = False,
@@ -41,13 +50,15 @@ def check(
 
     Example:
         rsrv bundle check models/*
-        rsrv bundle check models/net --run --strict --junit report.xml
+        rsrv bundle check models/net --run --strict --junit build/report.xml
+        rsrv bundle check --changed $(git diff --name-only main)
     """
     from rsrv.audit import AuditProcess, check_bundle, parse_pool, to_junit
     from rsrv.audit.parity import parse_tolerances
 
-    _require_directories(directories)
+    directories = _bundles_of(paths or []) if changed else _named(paths or [])
     verify.require_backend(backend)
+    require_writable("--junit", junit)
     tolerances = parse_tolerances(tolerance or [])
     with parse_pool() as pool, AuditProcess(backend=backend, timeout_seconds=timeout) as process:
         reports = [
@@ -142,6 +153,25 @@ def ls(
 app.command()(verify.verify)
 app.command()(verify.diff)
 app.command()(convert.convert)
+
+
+def _named(directories: list[Path]) -> list[Path]:
+    from rsrv.core.errors import UsageError
+
+    if not directories:
+        raise UsageError("name bundles to check: DIR…", hint="rsrv bundle check models/*")
+    _require_directories(directories)
+    return directories
+
+
+def _bundles_of(files: list[Path]) -> list[Path]:
+    """The bundles that `files` lie in, each once."""
+    from rsrv.bundle import enclosing_bundle
+
+    found = list(dict.fromkeys(directory for directory in map(enclosing_bundle, files) if directory is not None))
+    if not found:
+        output.note("no bundle has changed")
+    return found
 
 
 def _require_directories(directories: list[Path]) -> None:

@@ -47,7 +47,7 @@ def demo(
         rsrv demo
         rsrv demo --keep first-steps
     """
-    from rsrv.cli.demo_server import signals_unwind
+    from rsrv.cli.local_server import signals_unwind
     from rsrv.core.errors import UsageError
 
     if keep is not None and keep.exists():
@@ -91,7 +91,7 @@ def _step(steps: list[Step], what: str) -> Iterator[Step]:
 
 def _run(scratch: Path, steps: list[Step]) -> None:
     from rsrv.cli.demo_model import SOURCE
-    from rsrv.cli.demo_server import DemoServer
+    from rsrv.cli.local_server import LocalServer
     from rsrv.client.model import KServeModel
     from rsrv.client.server import Server
     from rsrv.export.factory import load_factory
@@ -106,7 +106,7 @@ def _run(scratch: Path, steps: list[Step]) -> None:
         step.result = _check(bundle)
     images: Callable[..., Any] = load_factory(f"{source}:images")
     reference: Callable[..., Arrays] = load_factory(f"{source}:reference")
-    with DemoServer(bundle.parent, scratch / "server.log") as server:
+    with LocalServer(bundle.parent, scratch / "server.log") as server:
         with _step(steps, "serve") as step:
             step.result = server.wait_ready()
         with (

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rsrv.cli import export_options as options
 from rsrv.cli import output
+from rsrv.cli.export_convert import convert
 from rsrv.cli.export_torch import torch
 from rsrv.cli.verify import ToleranceOption
 
@@ -19,8 +21,11 @@ if TYPE_CHECKING:
     from rsrv.bundle import BundleDescription
     from rsrv.export import Factory
 
+ALIKE, LISTED = 2, 8
+
 app = typer.Typer(no_args_is_help=True, help="Export a model as a bundle.")
 app.command()(torch)
+app.command()(convert)
 
 
 @app.callback()
@@ -39,67 +44,31 @@ def jax(
             "axis_letters and shape_variants.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The bundle; its last part is the model's name.")],
-    name: Annotated[
-        str | None, typer.Option("--name", help="The model's name; must be the last part of --out.")
-    ] = None,
-    batch_sizes: Annotated[
-        str | None, typer.Option("--batch-sizes", metavar="N,N,…", help="One program per size (default 1).")
-    ] = None,
-    no_batch: Annotated[bool, typer.Option("--no-batch", help="One program without a batch axis.")] = False,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option("--inputs", metavar="NAME=DTYPE[SIZES]", help="Use this example input instead (repeatable)."),
-    ] = None,
-    shape_variants: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--shape-variant",
-            metavar="'NAME=DTYPE[SIZES] …'",
-            help="Compile for these input sizes too; other inputs are as the factory has them (repeatable).",
-        ),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle as a whole.")] = False,
-    stablehlo_version: Annotated[
-        str | None,
-        typer.Option("--stablehlo-version", metavar="V", help='Version to write: x.y.z, "min" or "current".'),
-    ] = None,
-    matmul_precision: Annotated[
-        str | None, typer.Option("--matmul-precision", metavar="P", help="default, high or highest.")
-    ] = None,
-    platform: Annotated[
-        str | None, typer.Option("--platform", metavar="P", help="Lower for cpu or cuda (default: this machine's).")
-    ] = None,
-    drop_unused_inputs: Annotated[
-        bool, typer.Option("--drop-unused-inputs", help="Leave inputs out that no output depends on.")
-    ] = False,
+    out: options.OutOption,
+    name: options.NameOption = None,
+    batch_sizes: options.BatchSizesOption = None,
+    no_batch: options.NoBatchOption = False,
+    inputs: options.InputsOption = None,
+    shape_variants: options.ShapeVariantsOption = None,
+    overwrite: options.OverwriteOption = False,
+    stablehlo_version: options.StablehloVersionOption = None,
+    matmul_precision: options.MatmulPrecisionOption = None,
+    platform: options.PlatformOption = None,
+    drop_unused_inputs: options.DropUnusedInputsOption = False,
     x64: Annotated[
         bool | None,
         typer.Option(
             "--x64/--no-x64", help="Trace in JAX's 64-bit mode (default: as JAX_ENABLE_X64 says).", show_default=False
         ),
     ] = None,
-    golden: Annotated[
-        int,
-        typer.Option(
-            "--golden",
-            metavar="N",
-            min=0,
-            help="Store N seeded samples with JAX's own answers, and prove programs.",
-        ),
-    ] = 0,
-    input_range: Annotated[
-        list[str] | None,
-        typer.Option("--input-range", metavar="NAME=LOW:HIGH", help="Values of a sampled input (repeatable)."),
-    ] = None,
+    golden: options.GoldenOption = 0,
+    input_range: options.InputRangesOption = None,
     tolerance: ToleranceOption = None,
     no_row_check: Annotated[
         bool,
         typer.Option("--no-row-check", help="Do not check that a row's answer is independent of the other rows."),
     ] = False,
-    no_diff: Annotated[
-        bool, typer.Option("--no-diff", help="Do not store uncommitted changes of the sources.")
-    ] = False,
+    no_diff: options.NoDiffOption = False,
     as_json: output.JsonOption = False,
 ) -> None:
     """Export a JAX function with its parameters (flax, nnx, equinox or plain).
@@ -113,20 +82,13 @@ def jax(
     """
     from rsrv.audit.parity import parse_tolerances
     from rsrv.bundle import describe_bundle
-    from rsrv.core.errors import UsageError
     from rsrv.export import call_factory, export_bundle, parse_variant_spec
     from rsrv.export.golden import parse_range
 
-    target = Path(os.path.abspath(out))
-    if name is not None and name != target.name:
-        raise UsageError(
-            f"--name {name} differs from the last part of --out {out}", hint="a bundle's name is its directory's name"
-        )
-    if matmul_precision not in (None, "default", "high", "highest"):
-        raise UsageError(f"--matmul-precision {matmul_precision} is none of default, high, highest")
-    if platform not in (None, "cpu", "cuda"):
-        raise UsageError(f"--platform {platform} is neither cpu nor cuda")
-    sizes = parse_batch_sizes(batch_sizes, no_batch)
+    target = options.bundle_directory(out, name)
+    options.require_choice("--matmul-precision", matmul_precision, "default", "high", "highest")
+    options.require_choice("--platform", platform, "cpu", "cuda")
+    sizes = options.parse_batch_sizes(batch_sizes, no_batch)
     ranges = dict(parse_range(text) for text in input_range or [])
     tolerances = parse_tolerances(tolerance or [])
     with redirect_stdout(sys.stderr), output.logged_warnings():  # stdout is for the result, whatever the model prints
@@ -179,25 +141,15 @@ def say_made(bundle: BundleDescription) -> None:
     output.note(f"{takes} → {gives}; {sizes}; {weights}")
     for what in ("inputs", "weights"):
         if names := bundle.provenance.get(f"dropped_{what}"):
-            output.note(f"{what} that no output depends on were left out: {', '.join(names)}")
+            output.note(f"{what} that no output depends on were left out: {_summarised(names)}")
 
 
-def parse_batch_sizes(text: str | None, no_batch: bool) -> list[int] | None:
-    """The values of ``--batch-sizes`` and ``--no-batch``. Raises UsageError."""
-    from rsrv.core.errors import UsageError
-
-    if no_batch:
-        if text is not None:
-            raise UsageError("--no-batch and --batch-sizes exclude each other")
-        return None
-    sizes = []
-    for part in ("1" if text is None else text).split(","):
-        if not part.strip().isdecimal() or int(part) == 0:
-            raise UsageError(f"--batch-sizes {text}: {part!r} is not a positive integer", hint="for example 1,8,32")
-        sizes.append(int(part))
-    if len(set(sizes)) != len(sizes):
-        raise UsageError(f"--batch-sizes {text} repeats a size")
-    return sizes
+def _summarised(names: Sequence[str]) -> str:
+    """Names that end alike as one, ``20 × num_batches_tracked``, and no more than a line of them."""
+    last = Counter(name.rpartition(".")[2] for name in names)
+    shown = [f"{count} × {name}" for name, count in last.items() if count > ALIKE]
+    shown += [name for name in names if last[name.rpartition(".")[2]] <= ALIKE]
+    return ", ".join(shown[:LISTED]) + (f" and {len(shown) - LISTED} more" if len(shown) > LISTED else "")
 
 
 def _with_inputs(made: Factory, texts: list[str]) -> Factory:

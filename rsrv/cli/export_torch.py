@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rsrv.cli import export_options as options
 from rsrv.cli import output
 from rsrv.cli.verify import ToleranceOption
 
@@ -22,64 +23,47 @@ def torch(
             "or a TorchScript module (experimental).",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The bundle; its last part is the model's name.")],
-    name: Annotated[
-        str | None, typer.Option("--name", help="The model's name; must be the last part of --out.")
-    ] = None,
+    out: options.OutOption,
+    name: options.NameOption = None,
     weights: Annotated[
         Path | None,
         typer.Option("--weights", metavar="FILE", help="State dict to load: safetensors, or a pickle of tensors only."),
     ] = None,
-    batch_sizes: Annotated[
-        str | None, typer.Option("--batch-sizes", metavar="N,N,…", help="One program per size (default 1).")
-    ] = None,
-    no_batch: Annotated[bool, typer.Option("--no-batch", help="One program without a batch axis.")] = False,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--inputs", metavar="NAME=DTYPE[SIZES]", help="Example of the input NAME of forward (repeatable)."
-        ),
-    ] = None,
-    shape_variants: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--shape-variant",
-            metavar="'NAME=DTYPE[SIZES] …'",
-            help="Compile for these input sizes too; other inputs are as the factory has them (repeatable).",
-        ),
-    ] = None,
+    batch_sizes: options.BatchSizesOption = None,
+    no_batch: options.NoBatchOption = False,
+    inputs: options.InputsOption = None,
+    shape_variants: options.ShapeVariantsOption = None,
     int64: Annotated[
         str,
         typer.Option(
             "--int64", metavar="keep | narrow", help="narrow: 64-bit integer inputs and outputs as 32-bit ones."
         ),
     ] = "keep",
-    golden: Annotated[
-        int,
-        typer.Option("--golden", metavar="N", min=0, help="Store N seeded samples with PyTorch's own answers."),
-    ] = 0,
-    input_range: Annotated[
-        list[str] | None,
-        typer.Option("--input-range", metavar="NAME=LOW:HIGH", help="Values of a sampled input (repeatable)."),
+    lowering: Annotated[
+        str,
+        typer.Option(
+            "--lowering",
+            metavar="torchax | torch-xla",
+            help="torch-xla: by the environment that --torch-xla-python names; one conversion per program.",
+        ),
+    ] = "torchax",
+    torch_xla_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--torch-xla-python",
+            metavar="PATH",
+            help="Python of an environment with torch-xla, see docs/export-torch.md.",
+        ),
     ] = None,
+    golden: options.GoldenOption = 0,
+    input_range: options.InputRangesOption = None,
     tolerance: ToleranceOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle as a whole.")] = False,
-    stablehlo_version: Annotated[
-        str | None,
-        typer.Option("--stablehlo-version", metavar="V", help='Version to write: x.y.z, "min" or "current".'),
-    ] = None,
-    matmul_precision: Annotated[
-        str | None, typer.Option("--matmul-precision", metavar="P", help="default, high or highest.")
-    ] = None,
-    platform: Annotated[
-        str | None, typer.Option("--platform", metavar="P", help="Lower for cpu or cuda (default: this machine's).")
-    ] = None,
-    drop_unused_inputs: Annotated[
-        bool, typer.Option("--drop-unused-inputs", help="Leave inputs out that no output depends on.")
-    ] = False,
-    no_diff: Annotated[
-        bool, typer.Option("--no-diff", help="Do not store uncommitted changes of the sources.")
-    ] = False,
+    overwrite: options.OverwriteOption = False,
+    stablehlo_version: options.StablehloVersionOption = None,
+    matmul_precision: options.MatmulPrecisionOption = None,
+    platform: options.PlatformOption = None,
+    drop_unused_inputs: options.DropUnusedInputsOption = False,
+    no_diff: options.NoDiffOption = False,
     as_json: output.JsonOption = False,
 ) -> None:
     """Export a PyTorch module, run in evaluation mode.
@@ -94,21 +78,16 @@ def torch(
     """
     from rsrv.audit.parity import parse_tolerances
     from rsrv.bundle import describe_bundle
-    from rsrv.cli.export import parse_batch_sizes, say_made
-    from rsrv.core.errors import UsageError
+    from rsrv.cli.export import say_made
     from rsrv.export import export_bundle, parse_input_spec, parse_variant_spec
     from rsrv.export.golden import parse_range
 
-    target = Path(out).absolute()
-    if name is not None and name != target.name:
-        raise UsageError(
-            f"--name {name} differs from the last part of --out {out}", hint="a bundle's name is its directory's name"
-        )
-    if matmul_precision not in (None, "default", "high", "highest"):
-        raise UsageError(f"--matmul-precision {matmul_precision} is none of default, high, highest")
-    if int64 not in ("keep", "narrow"):
-        raise UsageError(f"--int64 {int64} is none of keep, narrow")
-    sizes = parse_batch_sizes(batch_sizes, no_batch)
+    target = options.bundle_directory(out, name)
+    options.require_choice("--matmul-precision", matmul_precision, "default", "high", "highest")
+    options.require_choice("--platform", platform, "cpu", "cuda")
+    options.require_choice("--int64", int64, "keep", "narrow")
+    options.require_choice("--lowering", lowering, "torchax", "torch-xla")
+    sizes = options.parse_batch_sizes(batch_sizes, no_batch)
     ranges = dict(parse_range(text) for text in input_range or [])
     tolerances = parse_tolerances(tolerance or [])
     variants = [parse_variant_spec(text) for text in shape_variants or []]
@@ -131,6 +110,8 @@ def torch(
         axis_letters=made.axis_letters,
         shape_variants=variants or made.shape_variants,
         int64=int64,
+        lowering=lowering,
+        torch_xla_python=torch_xla_python,
         golden=golden,
         input_ranges=ranges,
         tolerances=tolerances,

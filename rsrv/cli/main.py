@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rsrv.cli import bundle, client, config, demo, env, errors, export, output, serve
+from rsrv.cli import bundle, client, config, demo, env, errors, export, inspect, output, serve
 
 app = typer.Typer(
     name="rsrv",
@@ -50,6 +50,7 @@ def options(
 app.command()(demo.demo)
 app.add_typer(export.app, name="export")
 app.add_typer(bundle.app, name="bundle")
+app.add_typer(inspect.app, name="inspect")
 app.command()(serve.serve)
 app.command()(client.infer)
 app.command()(client.models)

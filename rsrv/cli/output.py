@@ -126,6 +126,46 @@ def logged_warnings() -> Iterator[None]:
         root.removeHandler(handler)
 
 
+class Progress:
+    """What `progress` yields: say what begins, and what became of it."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._finished = 0
+
+    def start(self, text: str) -> None:
+        """`text` has begun."""
+
+    def done(self, text: str) -> None:
+        """One more has ended, in the words of `text`."""
+        self._finished += 1
+        note(f"[{self._finished}/{self._total}] {text}")
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Progress]:
+    """Tell on stderr how far a long command of `total` steps is: a line a step, on a terminal also a bar."""
+    if _mode != "human" or not sys.stderr.isatty():
+        yield Progress(total)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Bar(*columns, console=_console(sys.stderr), transient=True) as bar:
+        task = bar.add_task("", total=total)
+
+        class Shown(Progress):
+            def start(self, text: str) -> None:
+                bar.update(task, description=_shown(text, sys.stderr))
+
+            def done(self, text: str) -> None:
+                super().done(text)
+                bar.advance(task)
+
+        yield Shown(total)
+
+
 def error(error: RsrvError | str, *, hint: str | None = None) -> None:
     """Say on stderr what failed and what to do about it; one JSON object in JSON mode."""
     message = error if isinstance(error, str) else error.message

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from rsrv.cli import output
+from rsrv.cli.local_server import signals_unwind
+from rsrv.cli.reports import require_writable
+from rsrv.cli.verify_run import Run, bundles_of, show_originals
 
 if TYPE_CHECKING:
-    from rsrv.audit import AuditProcess, ParityReport, VerifyReport
+    from rsrv.export.verification import HookMode
 
 ToleranceOption = Annotated[
     list[str] | None,
@@ -33,15 +37,41 @@ TimeoutOption = Annotated[
 
 
 def verify(
-    directories: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Directories of bundles.")],
+    directories: Annotated[
+        list[Path] | None, typer.Argument(metavar="DIR…", help="Directories of bundles.", show_default=False)
+    ] = None,
+    repo: Annotated[
+        Path | None, typer.Option("--repo", metavar="DIR", help="All bundles in this directory, too.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", metavar="NAME,…", help="Leave these bundles out (repeatable).")
+    ] = None,
     against: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--against",
             metavar="golden | torch:SPEC | jax:SPEC",
-            help="The goldens of the bundle, or the original model: SPEC as in `rsrv export`.",
+            help="The goldens of the bundle (the default), or the original model: SPEC as in `rsrv export`.",
         ),
-    ] = "golden",
+    ] = None,
+    sources: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--sources",
+            metavar="DIR",
+            help="Instead: a Triton model repository; the original of a bundle is NAME/1/model.pt (repeatable).",
+        ),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device", metavar="D", help="Where the original computes: cpu or cuda (untested; without TF32)."
+        ),
+    ] = "cpu",
+    reference_only: Annotated[
+        bool,
+        typer.Option("--reference-only", help="Only show shapes, dtypes and ranges of what the original returns."),
+    ] = False,
     batch: Annotated[
         str, typer.Option("--batch", metavar="all | N,N,…", help="Only the programs for these batch sizes.")
     ] = "all",
@@ -63,6 +93,19 @@ def verify(
         list[str] | None,
         typer.Option("--input-range", metavar="NAME=LOW:HIGH", help="Values of a random input (repeatable)."),
     ] = None,
+    hooks: Annotated[
+        str,
+        typer.Option(
+            "--hooks",
+            metavar="MODE",
+            help="Hooks of a bundle: off (the program alone), bundle (the original takes what clients send), both (the "
+            "original runs between the hooks, too), auto (what fits the inputs of the original).",
+        ),
+    ] = "auto",
+    served: Annotated[
+        bool,
+        typer.Option("--served", help="Ask a real `rsrv serve` of each bundle instead of running its programs here."),
+    ] = False,
     backend: BackendOption = "auto",
     timeout: TimeoutOption = 600.0,
     strict: Annotated[
@@ -73,8 +116,9 @@ def verify(
         Path | None,
         typer.Option("--results", metavar="FILE", help="Add a line per program to this TSV, and skip models in it."),
     ] = None,
-    summary: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE", help="With --results: write a summary in Markdown.")
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="Also write Markdown: a summary, and a line for each sample."),
     ] = None,
     as_json: output.JsonOption = False,
 ) -> None:
@@ -87,47 +131,55 @@ def verify(
     Example:
         rsrv bundle verify models/*
         rsrv bundle verify models/net --against jax:model.py:make --batch 1,8 --tolerance f32=1e-4
-        rsrv bundle verify models/* --results parity.tsv --report parity.md
+        rsrv bundle verify models/net --against torch:model.py:make --samples faces --report parity.md
+        rsrv bundle verify --repo models --sources triton --served --results parity.tsv --report parity.md
     """
-    from rsrv.audit import AuditProcess, to_junit
+    from rsrv.audit import AuditProcess
     from rsrv.audit.parity import parse_tolerances
-    from rsrv.audit.results import append_results, markdown, read_results
     from rsrv.core.errors import UsageError
     from rsrv.export.golden import parse_range
+    from rsrv.export.verification import Verification
 
-    if against == "golden" and (samples is not None or input_range or count != 1):
-        raise UsageError("--samples, --count and --input-range need an original: --against jax:SPEC or torch:SPEC")
-    if summary is not None and results is None:
-        raise UsageError("--report summarises a file of results: --results FILE")
+    if against is not None and sources:
+        raise UsageError("--against and --sources both say what to compare with; want one of them")
+    original = bool(sources) or against not in (None, "golden")
+    if not original and (samples is not None or input_range or count != 1 or reference_only or hooks != "auto"):
+        raise UsageError(
+            "--samples, --count, --input-range, --hooks and --reference-only need an original: --against jax:SPEC or "
+            "torch:SPEC, or --sources DIR"
+        )
+    _require_one_of("--hooks", hooks, ("auto", "off", "bundle", "both"))
+    _require_one_of("--device", device, ("cpu", "cuda"))
     require_backend(backend)
-    tolerances = parse_tolerances(tolerance or [])
-    ranges = dict(parse_range(text) for text in input_range or [])
     sizes = _batches(batch)
-    source = _Source(against, samples, limit, count, ranges)
-    known = read_results(results) if results is not None else []
-    done = {result.model for result in known}
-    reports: list[VerifyReport] = []
-    with AuditProcess(backend=backend, timeout_seconds=timeout) as process:
-        for directory in directories:
-            if (name := directory.absolute().name) in done:
-                output.note(f"{directory}: skipped, {results} has {name!r} already")
-                continue
-            reports.append(source.verify(directory, sizes, tolerances, process))
-            if results is not None:
-                known += append_results(results, reports[-1])
-    if summary is not None:
-        summary.write_text(markdown(known), encoding="utf-8")
+    if served and sizes is not None and (samples is not None or not original):
+        raise UsageError("--batch chooses programs, and with --served the server chooses them for samples and goldens")
+    for root in sources or []:
+        if not root.is_dir():
+            raise UsageError(f"--sources {root}: no such directory")
+    verification = Verification(
+        against=against or "golden",
+        sources=tuple(sources or ()),
+        samples=samples,
+        limit=limit,
+        count=count,
+        ranges=dict(parse_range(text) for text in input_range or []),
+        hooks=cast("HookMode", hooks),
+        device=device,
+    )
+    bundles = bundles_of(directories or [], repo, exclude or [])
+    for option, file in (("--junit", junit), ("--results", results), ("--report", report)):
+        require_writable(option, file)
+    run = Run(bundles, verification, sizes, parse_tolerances(tolerance or []), backend, timeout)
+    with signals_unwind(), AuditProcess(backend=backend, timeout_seconds=timeout) as process:
+        if reference_only:
+            show_originals(run, process)
+            return
+        outcome = run.verify(process, served=served, results=results, report=report)
     if junit is not None:
-        checks = [report.as_check() for report in reports]
-        junit.write_text(to_junit(checks, strict=strict, name="rsrv bundle verify"), encoding="utf-8")
-    names = {directory.absolute().name for directory in directories} & done
-    ok = all(report.passed(strict=strict) for report in reports)
-    ok = ok and all(result.ok for result in known if result.model in names)
-    if output.is_json():
-        output.json({"ok": ok, "strict": strict, "bundles": [report.to_json() for report in reports]})
-    else:
-        _print(reports, strict, each_sample=samples is not None)
-    if not ok:
+        outcome.write_junit(junit, strict=strict)
+    outcome.show(strict=strict, each_sample=samples is not None)
+    if not outcome.passed(strict=strict):
         raise typer.Exit(1)
 
 
@@ -163,62 +215,7 @@ def diff(
 
 
 def require_backend(backend: str) -> None:
-    from rsrv.core.errors import UsageError
-
-    if backend not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"--backend {backend} is none of auto, cpu and cuda")
-
-
-class _Source:
-    """Where the numbers to compare with come from."""
-
-    def __init__(
-        self,
-        against: str,
-        samples: Path | None,
-        limit: int | None,
-        count: int,
-        ranges: dict[str, tuple[float, float]],
-    ) -> None:
-        self._against = against
-        self._samples = samples
-        self._limit = limit
-        self._count = count
-        self._ranges = ranges
-
-    def verify(
-        self,
-        directory: Path,
-        batches: list[int] | None,
-        tolerances: dict[str, float] | None,
-        process: AuditProcess,
-    ) -> VerifyReport:
-        from rsrv.audit import VerifyReport, verify_bundle
-        from rsrv.bundle import open_bundle
-        from rsrv.core.errors import BundleError, UsageError
-
-        if not directory.is_dir():
-            raise UsageError(f"{directory}: no such directory")
-        if self._against == "golden":
-            return verify_bundle(directory, batches=batches, tolerances=tolerances, process=process, limit=self._limit)
-        from rsrv.audit.golden import stated_ranges
-        from rsrv.audit.samples import read_samples
-        from rsrv.export.reference import answered, load_reference, sweep
-
-        try:
-            bundle = open_bundle(directory)
-        except BundleError as error:
-            return VerifyReport(directory.absolute().name, directory, self._against, problem=error.message)
-        reference = load_reference(self._against, bundle.manifest)
-        if self._samples is None:
-            made = sweep(reference, count=self._count, ranges={**stated_ranges(bundle), **self._ranges})
-            return verify_bundle(
-                directory, against=self._against, sweep=made, batches=batches, tolerances=tolerances, process=process
-            )
-        goldens = answered(reference, read_samples(self._samples, bundle.manifest.executable_inputs, self._limit))
-        return verify_bundle(
-            directory, against=self._against, goldens=goldens, batches=batches, tolerances=tolerances, process=process
-        )
+    _require_one_of("--backend", backend, ("auto", "cpu", "cuda"))
 
 
 def _batches(text: str) -> list[int] | None:
@@ -232,36 +229,8 @@ def _batches(text: str) -> list[int] | None:
     return [int(part) for part in parts]
 
 
-def _print(reports: list[VerifyReport], strict: bool, *, each_sample: bool) -> None:
-    rows: list[tuple[object, ...]] = []
-    for report in reports:
-        for program in report.programs:
-            if program.problem is not None:
-                rows.append((report.bundle, program.file, None, None, "failed", None, None, None, program.problem))
-                continue
-            if each_sample:
-                for sample, parity in program.samples.items():
-                    rows += _rows(report.bundle, program.file, str(sample), parity)
-            else:
-                rows += _rows(report.bundle, program.file, str(len(program.samples)), program.parity)
-        rows += [
-            (report.bundle, skipped.check, None, None, "skipped", None, None, None, skipped.reason)
-            for skipped in report.skipped
-        ]
-    if rows:
-        head = ["bundle", "program", "sample" if each_sample else "samples", "output", "verdict"]
-        output.table(None, [*head, "max abs", "rel", "ulp", "note"], rows)
-    for report in reports:
-        samples = [parity for program in report.programs for parity in program.samples.values()]
-        verdict = "ok" if report.passed(strict=strict) else "failed"
-        passed = sum(parity.ok for parity in samples)
-        counted = f"{passed} of {len(samples)} samples passed, {len(report.programs)} programs"
-        if report.is_meta:
-            counted = "kind meta, which has no programs"
-        output.note(f"{report.path}: {verdict} against {report.against} ({report.problem or counted})")
+def _require_one_of(option: str, value: str, choices: Sequence[str]) -> None:
+    from rsrv.core.errors import UsageError
 
-
-def _rows(bundle: str, file: str, sample: str, parity: ParityReport) -> list[tuple[object, ...]]:
-    return [
-        (bundle, file, sample, row.name, row.verdict, row.max_abs, row.rel, row.ulp, row.note) for row in parity.rows
-    ]
+    if value not in choices:
+        raise UsageError(f"{option} {value} is none of {', '.join(choices[:-1])} and {choices[-1]}")

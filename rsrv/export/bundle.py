@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rsrv.core.errors import ExportError
-from rsrv.export.options import Axes, ExportOptions, Int64, Precision, checked_batch_sizes
+from rsrv.export.options import Axes, ExportOptions, Int64, Lowering, Precision, checked_batch_sizes
 
 if TYPE_CHECKING:
     from rsrv.bundle.iospec import IOSpec
@@ -29,7 +29,10 @@ def export_bundle(
     output_batch_axes: Axes | None = None,
     axis_letters: Mapping[str, str] | None = None,
     kwargs: Mapping[str, Any] | None = None,
+    wrap: Callable[[Any], Any] | None = None,
     int64: Int64 = "keep",
+    lowering: Lowering = "torchax",
+    torch_xla_python: str | Path | None = None,
     shape_variants: Sequence[Any] | None = None,
     client_inputs: Sequence[IOSpec] | None = None,
     client_outputs: Sequence[IOSpec] | None = None,
@@ -78,8 +81,13 @@ def export_bundle(
             a difference from what you expect is an error.
         axis_letters: tensor name → letters of its axes other than the batch axis, for the manifest.
         kwargs: examples of further inputs by name (``torch``).
+        wrap: makes the module to export from a TorchScript module (``torch``), for example its part before the
+            operators that no program can have: ``wrap=lambda script: script.backbone``. It is called after the patches
+            that torch.export needs; the examples are those of the module that it returns.
         int64: ``narrow`` declares 64-bit integer inputs and outputs as 32-bit ones and converts at the border of the
             program (``torch``, which computes indices in 64 bits).
+        lowering: ``torch-xla`` makes the programs with torch-xla, in the environment of `torch_xla_python` (``torch``).
+        torch_xla_python: the Python of an environment with torch-xla, which is run once for each program.
         shape_variants: several input sizes in one bundle: a list of sets of examples, each as `inputs` could be, that
             differ only in sizes. As a mapping, a set may leave out inputs: these are as in `inputs`, which then is no
             variant itself and may be None. Axes whose sizes differ are written as -1; every variant has programs for
@@ -125,7 +133,10 @@ def export_bundle(
         output_batch_axes=output_batch_axes,
         axis_letters=axis_letters if axis_letters is not None else {},
         kwargs=kwargs,
+        wrap=wrap,
         int64=int64,
+        lowering=lowering,
+        torch_xla_python=torch_xla_python,
         shape_variants=shape_variants,
         client_inputs=client_inputs,
         client_outputs=client_outputs,
@@ -150,8 +161,14 @@ def export_bundle(
     wanted, _ = _FRONT_ENDS[frontend]
     if len(model) != len(wanted.split(", ")):
         raise ExportError(f"front end {frontend!r} takes ({wanted}), got {len(model)} arguments")
-    if frontend != "torch" and (kwargs is not None or int64 != "keep"):
-        raise ExportError(f"{'int64' if kwargs is None else 'kwargs'} is an option of the front end torch only")
+    only_torch = {
+        "kwargs": kwargs is not None,
+        "wrap": wrap is not None,
+        "int64": int64 != "keep",
+        "lowering": lowering != "torchax",
+    }
+    if frontend != "torch" and (given := [option for option, used in only_torch.items() if used]):
+        raise ExportError(f"{given[0]} is an option of the front end torch only")
     return run(*model, options)
 
 

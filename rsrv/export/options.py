@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["default", "high", "highest"]
 Int64 = Literal["keep", "narrow"]
+Lowering = Literal["torchax", "torch-xla"]
 Axes = Sequence[int | None] | Mapping[str, int | None]
 
 _PRECISIONS = (None, "default", "high", "highest")
@@ -37,7 +38,10 @@ class ExportOptions:
     output_batch_axes: Axes | None = None
     axis_letters: Mapping[str, str] = field(default_factory=dict)
     kwargs: Mapping[str, Any] | None = None
+    wrap: Callable[[Any], Any] | None = None
     int64: Int64 = "keep"
+    lowering: Lowering = "torchax"
+    torch_xla_python: str | Path | None = None
     shape_variants: Sequence[Any] | None = None
     client_inputs: Sequence[IOSpec] | None = None
     client_outputs: Sequence[IOSpec] | None = None
@@ -86,6 +90,13 @@ class ExportOptions:
             raise ExportError(f"extra_files has {GOLDEN!r}, which golden={self.golden} writes")
         if self.int64 not in ("keep", "narrow"):
             raise ExportError(f"int64 is {self.int64!r}, want 'keep' or 'narrow'")
+        if self.lowering not in ("torchax", "torch-xla"):
+            raise ExportError(f"lowering is {self.lowering!r}, want 'torchax' or 'torch-xla'")
+        if (self.lowering == "torch-xla") != (self.torch_xla_python is not None):
+            raise ExportError(
+                "lowering 'torch-xla' and torch_xla_python (--torch-xla-python) belong together",
+                hint="torch_xla_python is the Python of an environment with torch-xla, see docs/export-torch.md",
+            )
         if self.dir.exists() and not self.overwrite:
             raise ExportError(f"{self.dir} exists", hint="overwrite=True (or --overwrite) replaces it as a whole")
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rsrv.audit import VerifyReport, compare
-from rsrv.audit.results import Result, append_results, markdown, read_results
+from rsrv.audit.report import markdown
+from rsrv.audit.results import Result, append_results, read_results
 from rsrv.audit.verify import VerifiedProgram
 from rsrv.core.errors import UsageError
 
@@ -49,6 +50,45 @@ def test_a_file_of_something_else_is_not_touched(tmp_path: Path, text: str) -> N
     (tmp_path / "r").write_text(text, encoding="latin-1")
     with pytest.raises(UsageError, match="is no file of results"):
         read_results(tmp_path / "r")
+
+
+def test_a_line_that_a_killed_run_left_unfinished_makes_its_model_new_again(tmp_path: Path) -> None:
+    file = tmp_path / "r"
+    append_results(file, report("a"))
+    whole = file.read_text()
+    append_results(file, report("b"))
+    for end in (len(whole) + 3, len(file.read_text()) - 1, len(file.read_text()) - 20):
+        file.write_text(file.read_text()[:end])
+        assert {result.model for result in read_results(file)} == {"a"}
+        append_results(file, report("b"))
+        assert [result.model for result in read_results(file)] == ["a", "a", "b", "b"]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_of_which_only_half_the_head_was_written_is_begun_again(tmp_path: Path) -> None:
+    (tmp_path / "r").write_text("model\tba")
+    assert read_results(tmp_path / "r") == []
+    append_results(tmp_path / "r", report("a"))
+    assert len(read_results(tmp_path / "r")) == 2
+
+
+def test_names_with_line_separators_stay_in_their_cell(tmp_path: Path) -> None:
+    added = append_results(tmp_path / "r", report("a\u2028b\x85c"))
+    assert read_results(tmp_path / "r") == added
+
+
+def test_the_page_has_a_line_for_each_sample_and_the_count_up_front() -> None:
+    one = compare({"y": Y, "z": Y}, {"y": Y + np.float32(0.5), "z": Y})
+    two = compare({"y": Y}, {"y": Y})
+    broken = VerifiedProgram("model.b4.mlir", (), 4, {0: one, 1: two}, problem="it <b>ended</b>\nbadly | so")
+    page = markdown(
+        [], [VerifyReport("net", Path("net"), "jax:m:f", [broken], hooks=True, sample_names=("cat", "dog"))]
+    )
+    assert "1 of 2 samples passed in this run. 0 of 0 models passed" in page
+    assert "## net against jax:m:f, through the hooks: 1 of 2 samples passed" in page
+    assert "- cat: FAILED (y: mismatch, max abs 0.5 at [0], mean abs 0.5, rel 0.25; z: ok, max abs 0" in page
+    assert "- dog: passed (y: ok, max abs 0, mean abs 0, rel 0)" in page
+    assert "- it &lt;b>ended&lt;/b> badly \\| so" in page
 
 
 def test_the_summary_lists_failures_and_the_worst_error_of_every_model_that_passed() -> None:

@@ -13,7 +13,7 @@ from support.bundles import N, write_affine, write_model
 
 from rsrv.audit import AuditProcess, VerifyReport, to_junit, verify_bundle
 from rsrv.audit.samples import read_samples
-from rsrv.audit.verify import SizedInput
+from rsrv.audit.shapes import SizedInput
 from rsrv.bundle import open_bundle, seal
 from rsrv.bundle.golden import Golden, write_golden
 from rsrv.core.errors import ExportError, UsageError
@@ -211,8 +211,9 @@ def test_samples_are_arrays_or_directories_and_get_a_missing_batch_axis(tmp_path
     (folder / "c").mkdir()
     np.save(folder / "c" / "x.npy", X)
     (folder / "notes.txt").write_text("not a sample")
-    shapes = [sample["x"].shape for sample in read_samples(folder, specs(net))]
-    assert shapes == [(1, 3), (2, 3), (1, 3)]
+    (folder / ".cache").mkdir()
+    shapes = {name: sample["x"].shape for name, sample in read_samples(folder, specs(net)).items()}
+    assert shapes == {"a.npy": (1, 3), "b.npy": (2, 3), "c": (1, 3)}
     assert len(read_samples(folder, specs(net), 2)) == 2
 
 
@@ -228,8 +229,12 @@ def test_samples_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such directory"):
         read_samples(folder, one)
     folder.mkdir()
-    with pytest.raises(UsageError, match="holds no sample"):
+    with pytest.raises(
+        UsageError, match=r"holds no sample: looked for ANY\.npy \(f32\[n,3\]\), or a directory for each"
+    ):
         read_samples(folder, one)
+    with pytest.raises(UsageError, match=r"directory for each sample with a\.npy \(f32\[n,3\]\) and b\.npy"):
+        read_samples(folder, both)
     np.save(folder / "a.npy", X.astype(np.float64))
     with pytest.raises(UsageError, match=r"a\.npy is float64, want f32\[n,3\]"):
         read_samples(folder, one)

@@ -13,6 +13,7 @@ from rsrv.bundle import digests
 from rsrv.bundle.blocks import FileDigest
 from rsrv.bundle.digests import DigestFinding, digest_file, read_verified_program, seal, verify_files
 from rsrv.bundle.directory import open_bundle
+from rsrv.bundle.files import MAX_PROGRAM_BYTES
 from rsrv.core.errors import BundleError, DigestMismatch, ManifestError
 
 
@@ -64,10 +65,41 @@ def test_one_flipped_bit_of_a_program_is_an_error(sealed):
     content[5] ^= 4
     path.write_bytes(content)
     bundle = open_bundle(sealed)
-    finding = DigestFinding("model.b4.mlir", bundle.manifest.files["model.b4.mlir"], digest_file(path), "error")
+    actual = digest_file(path)
+    declared = bundle.manifest.files["model.b4.mlir"]
+    finding = DigestFinding("model.b4.mlir", declared, actual.size, actual.sha256, "error")
     assert verify_files(bundle) == [finding]
     assert verify_files(bundle, "all") == [finding]
     assert "model.b4.mlir has sha256" in finding.message
+
+
+def test_a_file_of_another_size_is_not_hashed(sealed, monkeypatch):
+    hashed = []
+    real = digests.digest_file
+    monkeypatch.setattr(digests, "digest_file", lambda path, **options: hashed.append(path.name) or real(path))
+    (sealed / "weights.safetensors").write_bytes(b"other")
+    (sealed / "surplus.bin").write_bytes(b"more")
+    found = {finding.file: finding.message for finding in verify_files(open_bundle(sealed), "all")}
+    assert found["weights.safetensors"].startswith("weights.safetensors has 5 bytes, files says ")
+    assert found["surplus.bin"] == "surplus.bin is not listed in files"
+    assert "weights.safetensors" not in hashed
+    assert "surplus.bin" not in hashed
+    assert "model.b1.mlir" in hashed
+
+
+def test_a_program_of_absurd_size_is_refused_before_it_is_read(sealed):
+    path, size = sealed / "model.b1.mlir", 1 << 40
+    os.truncate(path, size)
+    bundle = open_bundle(sealed)
+    with pytest.raises(BundleError, match=rf"model\.b1\.mlir: {size} bytes; at most {MAX_PROGRAM_BYTES} are read"):
+        read_verified_program(bundle, path, "off")
+    with pytest.raises(BundleError, match=rf"model\.b1\.mlir: {size} bytes; at most {MAX_PROGRAM_BYTES} are read"):
+        seal(sealed)
+    manifest = sealed / "manifest.yaml"
+    declared = bundle.manifest.files["model.b1.mlir"].size
+    manifest.write_text(manifest.read_text().replace(f"size: {declared},", f"size: {size},"))
+    messages = [finding.message for finding in verify_files(open_bundle(sealed)) if finding.file == path.name]
+    assert messages == [f"model.b1.mlir has {size} bytes; programs above {MAX_PROGRAM_BYTES} are not read"]
 
 
 def test_replaced_weights_and_hooks_are_warnings_and_only_looked_at_with_all(sealed):
@@ -115,15 +147,15 @@ def test_the_bytes_that_were_hashed_are_the_bytes_that_come_back(sealed, monkeyp
     bundle = open_bundle(sealed)
     path = bundle.programs[()][1]
     good, reads = path.read_bytes(), []
-    real = digests.read_regular
+    real = digests.read_program
 
-    def read_then_swap(file, **options):
+    def read_then_swap(file):
         reads.append(file)
-        data = real(file, **options)
+        data = real(file)
         path.write_bytes(b"evil")
         return data
 
-    monkeypatch.setattr(digests, "read_regular", read_then_swap)
+    monkeypatch.setattr(digests, "read_program", read_then_swap)
     assert read_verified_program(bundle, path, "programs") == good
     assert reads == [path]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
-from rsrv.bundle.directory import FoundBundle, bundle_problems, discover, open_bundle
+from rsrv.bundle.directory import FoundBundle, bundle_problems, discover, enclosing_bundle, open_bundle
 from rsrv.bundle.files import require_name
 from rsrv.bundle.programs import program_name
 from rsrv.core.errors import BundleError, ManifestError
@@ -35,6 +36,19 @@ def test_directories_with_a_manifest_are_found_one_level_deep(make_bundle, tmp_p
     found = discover([repo])
     assert found == [FoundBundle("a", repo / "a"), FoundBundle("b", repo / "b")]
     assert found.not_found == ()
+
+
+def test_a_file_lies_in_the_nearest_directory_with_a_manifest(make_bundle, tmp_path, monkeypatch):
+    for name in ("net", "new.partial"):
+        make_bundle(name)
+    monkeypatch.chdir(tmp_path)
+    assert enclosing_bundle("repo/net/manifest.yaml") == Path("repo/net")
+    assert enclosing_bundle("repo/net/labels/deleted.txt") == Path("repo/net")
+    assert enclosing_bundle(tmp_path / "repo" / "net" / "model.py") == tmp_path / "repo" / "net"
+    assert enclosing_bundle("repo/new.partial/manifest.yaml") is None
+    assert enclosing_bundle("repo/notes.txt") is None
+    monkeypatch.chdir(tmp_path / "repo" / "net")
+    assert enclosing_bundle("manifest.yaml") == Path(".")
 
 
 def test_only_wanted_names_are_found_and_the_others_reported(make_bundle, tmp_path, caplog):

@@ -15,7 +15,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsrv.bundle.safetensors import MAX_HEADER_BYTES, ordered, read_header, write_weights
+from rsrv.bundle.safetensors import MAX_HEADER_BYTES, MAX_TENSORS, ordered, read_header, write_weights
 from rsrv.core.dtypes import DType
 from rsrv.core.errors import Code, WeightsError
 
@@ -81,6 +81,7 @@ def test_a_header_is_read_from_a_descriptor_whose_position_stays(weights):
         (raw({}, length=2**60), f"header length is {2**60}; at most"),
         (raw({}, length=2**64 - 1), "header length is 18446744073709551615"),
         (raw({}, length=MAX_HEADER_BYTES + 1), f"{MAX_HEADER_BYTES + 1}; at most"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00", "this is a pointer of Git LFS"),
         (raw({}, length=3), "header length is 3, but the file has 10 bytes"),
         (raw({}, length=MAX_HEADER_BYTES), "but the file has 10 bytes"),
         (raw(b""), "not JSON"),
@@ -171,6 +172,13 @@ def test_bad_metadata_is_refused_with_its_rule(weights, metadata, rule, named):
 def test_a_file_without_tensors_needs_no_order(weights):
     assert read_header(weights(raw({}))).argument_order == ()
     assert read_header(weights(raw({"__metadata__": {"format": "np"}}))).tensors == {}
+
+
+def test_more_tensors_than_a_program_has_arguments_are_refused_early(weights, tmp_path):
+    many = {f"t{i}": tensor(0, 0, shape=[0]) for i in range(MAX_TENSORS + 2)}
+    refused(weights(raw(many)), "B-60", f"header has more than {MAX_TENSORS} tensors")
+    with pytest.raises(WeightsError, match=f"{MAX_TENSORS + 1} tensors; at most {MAX_TENSORS}"):
+        write_weights(tmp_path / "w", [(f"t{i}", np.zeros(0, np.float32)) for i in range(MAX_TENSORS + 1)])
 
 
 def test_a_missing_file_or_a_directory_is_refused(tmp_path):

@@ -168,3 +168,59 @@ def test_ls_lists_every_bundle_and_what_is_wrong_with_the_broken_ones(
     assert "9.0" in rows[1]["problem"]
     assert main(["--quiet", "bundle", "ls", str(repository)]) == 0
     assert capsys.readouterr().out == "good\nwrong\n"
+
+
+def test_a_report_may_go_into_a_directory_that_is_not_there_yet(repository: Path, tmp_path: Path) -> None:
+    report = tmp_path / "build" / "reports" / "bundles.xml"
+    assert main(["bundle", "check", str(repository / "good"), "--junit", str(report)]) == 0
+    assert [suite.get("name") for suite in ElementTree.parse(report).getroot()] == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("report", "says"),
+    [("models", "is a directory, want a file"), ("file/report.xml", "file cannot be made: File exists")],
+)
+@pytest.mark.parametrize("command", ["check", "verify"])
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(
+    repository: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    report: str,
+    says: str,
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("rsrv.audit.check_bundle", lambda *_, **__: pytest.fail("it was checked"))
+    monkeypatch.setattr("rsrv.audit.verify_bundle", lambda *_, **__: pytest.fail("it was verified"))
+    assert main(["bundle", command, str(repository / "good"), "--junit", str(tmp_path / report)]) == 2
+    printed = capsys.readouterr().err
+    assert f"--junit {tmp_path / report}" in printed
+    assert says in printed
+
+
+def test_a_check_needs_a_bundle(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bundle", "check"]) == 2
+    assert "name bundles to check" in capsys.readouterr().err
+
+
+def test_changed_files_stand_for_the_bundles_that_they_lie_in(
+    repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository.parent)
+    changed = ["README.md", "models/good/manifest.yaml", "models/good/model.b2.mlir", "models/notes.txt"]
+    assert main(["bundle", "check", "--json", "--changed", *changed]) == 0
+    assert [bundle["bundle"] for bundle in json.loads(capsys.readouterr().out)["bundles"]] == ["good"]
+    gone = "models/wrong/labels/deleted.txt"
+    assert main(["bundle", "check", "--changed", *changed, gone]) == 1
+    assert "wrong: failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changed", [[], ["README.md", "src/model.py"]])
+def test_no_bundle_among_the_changed_files_is_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, changed: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bundle", "check", "--changed", *changed, "--junit", "build/report.xml"]) == 0
+    assert "no bundle has changed" in capsys.readouterr().err
+    assert len(ElementTree.parse("build/report.xml").getroot()) == 0

@@ -3,14 +3,14 @@
 import pytest
 
 from rsrv.cli.demo_model import SOURCE
-from rsrv.cli.demo_server import DemoServer
+from rsrv.cli.local_server import LocalServer
 from rsrv.cli.main import main
 from rsrv.core.errors import RsrvError
 
 
 def test_a_server_that_does_not_start_is_reported_with_what_it_said(tmp_path):
     log = tmp_path / "server.log"
-    with DemoServer(tmp_path / "nowhere", log) as server, pytest.raises(RsrvError, match="exited with 2") as caught:
+    with LocalServer(tmp_path / "nowhere", log) as server, pytest.raises(RsrvError, match="exited with 2") as caught:
         server.wait_ready()
     assert "no such directory" in caught.value.message
     assert "nowhere" in log.read_text()

@@ -209,7 +209,7 @@ def logging_without_handlers() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--platform", "tpu"], "--platform tpu is neither cpu nor cuda"),
+        (["--platform", "tpu"], "--platform tpu is none of cpu, cuda"),
         (["--batch-sizes", "99999999999999999999"], "is not an integer from 1 to"),
     ],
 )

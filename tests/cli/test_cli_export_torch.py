@@ -29,6 +29,9 @@ def pair():
 def full():
     return {"module": nn.Linear(4, 3), "inputs": [torch.rand(1, 4)], "output_names": ["y"]}
 
+def normalised():
+    return nn.Sequential(*[nn.BatchNorm1d(4) for _ in range(4)]), torch.rand(2, 4)
+
 def wrong():
     return 3
 
@@ -70,6 +73,13 @@ def test_a_module_with_a_state_dict_becomes_a_bundle(
     assert main(["bundle", "check", "--run", "models/net"]) == 0
     assert main(["bundle", "verify", "models/net", "--against", f"torch:{model}:bare"]) == 1  # other weights
     assert "is above 1e-05" in capsys.readouterr().out
+
+
+def test_unused_weights_that_are_named_alike_are_summed_up(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(f"{model}:normalised", "--out", "net", "--no-batch", "--no-diff") == 0
+    assert "weights that no output depends on were left out: 4 × num_batches_tracked\n" in capsys.readouterr().err
 
 
 def test_a_dict_names_the_outputs(model: str, tmp_path: Path) -> None:

@@ -85,10 +85,17 @@ def test_samples_of_the_user_are_reported_one_by_one(
         np.save(tmp_path / f"s{index}" / "x.npy", np.full(4, index + 1, np.float32))
         np.save(tmp_path / f"s{index}" / "ids.npy", np.array([index], np.int32))
     model = ["--against", f"jax:{room}/model.py:make", "--samples", str(tmp_path), "--batch", "4"]
-    assert main(["bundle", "verify", str(room / "net"), *model, "--max", "2"]) == 0
+    page = tmp_path / "page.md"
+    assert main(["bundle", "verify", str(room / "net"), *model, "--max", "2", "--report", str(page)]) == 0
     printed = capsys.readouterr()
-    assert [line.split()[2] for line in printed.out.splitlines()[1:]] == ["0", "0", "1", "1"]
+    assert printed.out.splitlines()[0].split()[5:] == ["max", "abs", "mean", "abs", "rel", "ulp", "worst", "note"]
+    assert [line.split()[2] for line in printed.out.splitlines()[1:]] == ["s0", "s0", "s1", "s1"]
     assert "2 of 2 samples passed" in printed.err
+    assert page.read_text().splitlines()[2].startswith("2 of 2 samples passed in this run. 1 of 1 models passed")
+    assert "\n- s1: passed (y: ok, max abs" in page.read_text()
+    twin = ["--against", f"jax:{room}/twin.py:make", *model[2:], "--report", str(page)]
+    assert main(["bundle", "verify", str(room / "net"), *twin]) == 1
+    assert "\n- s2: FAILED (y: mismatch, max abs" in page.read_text()
 
 
 def test_a_bundle_without_goldens_fails_and_is_named(
@@ -112,6 +119,15 @@ def test_a_bundle_without_goldens_fails_and_is_named(
         (["--against", "jax:"], "is none of golden"),
         (["--count", "3"], "need an original"),
         (["--backend", "tpu"], "is none of auto, cpu and cuda"),
+        (["--device", "gpu"], "--device gpu is none of cpu and cuda"),
+        (["--hooks", "on", "--against", "jax:m:f"], "--hooks on is none of auto, off, bundle and both"),
+        (["--hooks", "both"], "need an original"),
+        (["--reference-only"], "need an original"),
+        (["--sources", "/nowhere"], "--sources /nowhere: no such directory"),
+        (["--sources", ".", "--against", "golden"], "--against and --sources both say"),
+        (["--repo", "/nowhere"], "--repo /nowhere: no such directory"),
+        (["--exclude", "nett"], "--exclude names 'nett'; the bundles are net"),
+        (["--served", "--batch", "1"], "with --served the server chooses them"),
     ],
 )
 def test_wrong_usage_ends_with_code_2(
@@ -164,4 +180,3 @@ def test_results_are_kept_models_in_them_skipped_and_their_failures_remembered(
     assert main(twin) == 1
     assert "skipped" in capsys.readouterr().err
     assert len((tmp_path / "parity.tsv").read_text().splitlines()) == 2
-    assert main(["bundle", "verify", str(room / "net"), "--report", "x"]) == 2

@@ -24,7 +24,7 @@ from rsrv.bundle.golden import read_golden
 from rsrv.core.errors import ExportError, ParityMismatch
 from rsrv.export import export_bundle, parse_input_spec
 from rsrv.export.torch.lowerings import OWN
-from rsrv.export.torch.reference import load_torch_reference
+from rsrv.export.torch.reference import TorchOriginal
 from rsrv.runtime import CompilePool
 from rsrv.stablehlo.artifact import artifact_version
 
@@ -119,7 +119,7 @@ def test_a_model_of_many_inputs_is_exported_once_for_all_batch_sizes(export: Any
     goldens = read_golden(path / "golden.safetensors")
     assert [list(golden.inputs) for golden in goldens] == [["ids", "mask", "scale"]] * 2
     assert check_bundle(path, run=True).errors == []
-    reference = load_torch_reference(f"{models}:text", manifest)
+    reference = TorchOriginal(f"{models}:text", manifest).answering(manifest.executable_inputs)
     for golden in goldens:
         again = reference(golden.inputs)
         assert all(np.array_equal(again[name], golden.outputs[name]) for name in golden.outputs)
@@ -244,6 +244,13 @@ def test_programs_of_torch_export_and_torchscript_are_exported(export: Any, tmp_
     made = load_model(str(tmp_path / "fixed.pt2"))
     with pytest.raises(ExportError, match=r"exported for input\[2, 3\], and is to take \[1, 3\]") as raised:
         export(made.module, made.inputs, overwrite=True)
+    assert 'batch = torch.export.Dim("batch", min=1, max=64)' in str(raised.value.hint)
+    assert 'dynamic_shapes={"input": {0: batch}}' in str(raised.value.hint)
+    assert "--no-batch" in str(raised.value.hint)
+    with pytest.raises(
+        ExportError, match=r"second batch size, and the program was exported for input\[2, 3\]"
+    ) as raised:
+        export(made.module, made.inputs, batch_sizes=[2], overwrite=True)
     assert "torch.export.Dim" in str(raised.value.hint)
 
 
@@ -256,7 +263,7 @@ def test_a_torchscript_module_is_exported(export: Any, tmp_path: Path) -> None:
     made = load_model(str(tmp_path / "net.pt"), inputs=[parse_input_spec("input=f32[1,1,6,6]")])
     path = export(made.module, made.inputs, batch_sizes=[1, 2], provenance=made.facts)
     facts = provenance(path)
-    assert (facts["source_subframework"], facts["batch_export"]) == ("torchscript", "retraced")
+    assert (facts["source_subframework"], facts["batch_export"]) == ("torchscript", "dynamic")
     assert read_header(path / "weights.safetensors").argument_order == ("0.weight", "0.bias")
 
 

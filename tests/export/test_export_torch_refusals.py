@@ -105,6 +105,20 @@ class Quantised(nn.Module):
         return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize()
 
 
+class Scan(nn.Module):
+    def forward(self, x: Any) -> Any:
+        from torch._higher_order_ops import scan
+
+        return scan(lambda carry, row: (carry + row, carry * row), torch.zeros(4), x)[1]
+
+
+class Mapped(nn.Module):
+    def forward(self, x: Any) -> Any:
+        from torch._higher_order_ops.map import map as mapped
+
+        return mapped(lambda row: row.sin() + 1, x)
+
+
 class MaskedValues(nn.Module):
     def forward(self, x: Any) -> Any:
         y = x.clone()
@@ -135,6 +149,8 @@ CUT = "end the model before it"
         (Dropout, f"aten.dropout .*{DRAWS}", "return F.dropout", "evaluation mode"),
         (Unknown, "rsrv_test.twice .*there is no lowering", "return torch.ops.rsrv_test.twice(x)", CUT),
         (Quantised, "aten.quantize_per_tensor .*no lowering", "return torch.quantize_per_tensor", CUT),
+        (Scan, "scan .*there is no lowering", "return scan(", "torch.while_loop"),
+        (Mapped, "map_impl .*there is no lowering", "return mapped(", "torch.vmap"),
         (MaskedValues, "aten.index_put.* more than one value .* mask", "y[x > 0] = x[0, :2]", "torch.where"),
     ],
 )

@@ -102,6 +102,11 @@ def bind(forward: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any] | N
     return _call(ordered, tuple(positional), keywords)
 
 
+def parameter_names(forward: Callable[..., Any]) -> list[str]:
+    """The names of forward's parameters, in order."""
+    return list(_signature(forward).parameters)
+
+
 def input_spec(name: str, tensor: torch.Tensor) -> InputSpec:
     """Name, dtype and shape of an input; its dtype is one that bundles hold."""
     dtype = bundle_dtype(tensor.dtype)

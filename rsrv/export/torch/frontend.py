@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from rsrv.export.torch.lowered import Entry, outputs
 from rsrv.export.torch.model import TorchModel, fitted, preserving
 from rsrv.export.torch.ranges import index_ranges
 from rsrv.export.torch.sources import input_specs, model_of
+from rsrv.export.torch.xla.converter import Converter
+from rsrv.export.torch.xla.lowered import lower_by_torch_xla
 from rsrv.export.variants import Variants, resolve_variants
 from rsrv.stablehlo.artifact import DEFAULT_VERSION
 
@@ -44,14 +47,14 @@ SAMPLES = 2
 def export_torch(module: Any, inputs: Any, options: ExportOptions) -> Path:
     """Export an nn.Module, a TorchScript module or an ExportedProgram; see `rsrv.export.export_bundle`."""
     require_tested()
-    model = model_of(module, inputs, options.kwargs, options.output_names)
+    model = model_of(module, inputs, options.kwargs, options.output_names, options.wrap)
     with preserving(model.module), jax.enable_x64(True):
         return _Export(model, options).write()
 
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """Programs that were lowered and have yet to prove themselves."""
+    """Programs that were lowered and have yet to prove themselves; `converter` are facts about another lowering."""
 
     dynamic: bool
     graph: Graph
@@ -59,6 +62,7 @@ class _Made:
     served: Variants
     outputs: list[IOSpec]
     modules: dict[tuple[int, ...], dict[int, bytes]]
+    converter: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Export:
@@ -92,7 +96,7 @@ class _Export:
 
     def _dynamic(self) -> _Made | None:
         sizes = self.options.batch_sizes
-        if sizes is None:
+        if sizes is None or self.options.lowering == "torch-xla":  # which knows static shapes only
             return None
         graphs = []
         for examples in self.variants.sets:
@@ -142,6 +146,8 @@ class _Export:
             every, self.names, drop_unused_inputs=options.drop_unused_inputs, order=self.model.weight_names()
         )
         served = self.variants.only({name for name, kept in zip(self.names, entry.kept, strict=True) if kept})
+        if options.torch_xla_python is not None:
+            return self._converted(graphs, specs, entry, served)
         precision = options.matmul_precision
         with jax.default_matmul_precision(precision) if precision is not None else nullcontext():
             modules = {
@@ -152,6 +158,30 @@ class _Export:
                 for key, examples, variant in zip(served.keys(), served.sets, graphs, strict=True)
             }
         return _Made(dynamic, every[0], entry, served, specs, modules)
+
+    def _converted(
+        self, graphs: Sequence[Mapping[int, Graph]], specs: list[IOSpec], entry: Entry, served: Variants
+    ) -> _Made:
+        """By torch-xla, in the environment that the user named."""
+        options = self.options
+        assert options.torch_xla_python is not None
+        keys = [(place, size) for place in range(len(graphs)) for size in options.programs]
+        converter = Converter(Path(os.path.abspath(options.torch_xla_python)), options.matmul_precision or "default")
+        lowered = lower_by_torch_xla(
+            entry,
+            [(graphs[place][size], _at(served.sets[place], size)) for place, size in keys],
+            converter,
+            int64=options.int64,
+            version=self.version,
+        )
+        made = iter(lowered.modules)
+        modules = {key: {size: next(made) for size in options.programs} for key in served.keys()}  # noqa: SIM118
+        facts = {
+            "torch_xla_environment": lowered.versions,
+            "matmul_precision": converter.precision,
+            "dropped_weights": list(lowered.dropped),
+        }
+        return _Made(False, graphs[0][options.programs[0]], lowered.entry, served, specs, modules, facts)
 
     # --- the proof ------------------------------------------------------------------------------------------------
 
@@ -185,15 +215,16 @@ class _Export:
                     overwrite=options.overwrite,
                 )
             except ParityMismatch as error:
-                if not made.graph.mutated:
+                if made.graph.mutated:
+                    hint = (
+                        f"the model changes its buffer {made.graph.mutated[0]!r} in forward, and a program keeps no "
+                        "state between requests: make it an input and an output"
+                    )
+                elif options.lowering == "torch-xla":
+                    hint = "torch-xla computes something else than PyTorch here: try --lowering torchax, the default"
+                else:
                     raise
-                raise ParityMismatch(
-                    error.message,
-                    rule=error.rule,
-                    file=error.file,
-                    hint=f"the model changes its buffer {made.graph.mutated[0]!r} in forward, and a program keeps no "
-                    "state between requests: make it an input and an output",
-                ) from error
+                raise ParityMismatch(error.message, rule=error.rule, file=error.file, hint=hint) from error
 
     def _goldens(self, made: _Made) -> tuple[list[Golden], list[Golden]]:
         """(the goldens that the bundle carries, those that its programs have to answer now)."""
@@ -248,6 +279,7 @@ class _Export:
             "source_framework": "pytorch",
             **self.model.facts,
             "converter": "rsrv.export torch",
+            "lowering": options.lowering,
             **version_facts(),
             "stablehlo_version": self.version,
             "export_platform": self.platform,
@@ -260,6 +292,7 @@ class _Export:
             "dropped_inputs": [name for name, used in zip(self.names, kept, strict=True) if not used],
             "dropped_weights": list(made.graph.dropped),
             "dropped_buffer_updates": list(made.graph.mutated),
+            **made.converter,
         }
         return {name: value for name, value in facts.items() if value not in (None, [])}
 

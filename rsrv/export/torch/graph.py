@@ -49,6 +49,7 @@ class Graph:
         results: what the model returns, in order; None outputs are left out.
         mutated: names of buffers that the model changes; a program leaves them as they are.
         dropped: names of parameters and buffers that no result depends on.
+        source: the program before its decomposition.
     """
 
     module: torch.fx.GraphModule
@@ -60,6 +61,7 @@ class Graph:
     results: tuple[Result, ...]
     mutated: tuple[str, ...]
     dropped: tuple[str, ...]
+    source: torch.export.ExportedProgram
     _slots: tuple[Callable[[Sequence[Any], Sequence[Any]], Any], ...]
 
     def __call__(self, inputs: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
@@ -88,7 +90,7 @@ def decompose(program: torch.export.ExportedProgram, *, prefix: str = "", dynami
     table.update(registry().decompositions)
     for operator in KEPT:
         table.pop(operator, None)
-    return _read(program.run_decompositions(table), prefix, dynamic)
+    return _read(program.run_decompositions(table), program, prefix, dynamic)
 
 
 def _reshape_instead_of_view(module: torch.fx.GraphModule) -> None:
@@ -101,7 +103,9 @@ def _reshape_instead_of_view(module: torch.fx.GraphModule) -> None:
             child.recompile()
 
 
-def _read(program: torch.export.ExportedProgram, prefix: str, dynamic: bool) -> Graph:
+def _read(
+    program: torch.export.ExportedProgram, source: torch.export.ExportedProgram, prefix: str, dynamic: bool
+) -> Graph:
     signature = program.graph_signature
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     weights = Weights()
@@ -159,6 +163,7 @@ def _read(program: torch.export.ExportedProgram, prefix: str, dynamic: bool) -> 
         results=tuple(results),
         mutated=tuple(mutated),
         dropped=tuple(dropped),
+        source=source,
         _slots=tuple(slots),
     )
 

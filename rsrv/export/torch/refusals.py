@@ -20,6 +20,7 @@ _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(P
 CUT = "end the model before it and do the rest in a hook or in a meta model"
 MISSING = f"express it with other operators, or {CUT}"
 _MASK = f"use torch.where or multiply with the mask, which keeps the shape; or {CUT}"
+_LOOP = "write the loop in Python over a size that is fixed, which unrolls it, or use torch.while_loop"
 _HINTS = {
     "aten.nonzero": f"torch.where(condition, a, b) and masks keep their shape; or {CUT}",
     "aten.masked_select": _MASK,
@@ -27,10 +28,13 @@ _HINTS = {
     "aten.index_put": _MASK,
     "aten.item": f"compute with the tensor itself instead of .item(); or {CUT}",
     "aten.repeat_interleave": f"repeat by a number that does not depend on values; or {CUT}",
+    "scan": _LOOP,
+    "associative_scan": _LOOP,
+    "map_impl": f"torch.vmap does the same at once; or {_LOOP}",
     "torchvision.nms": "end the model before non-maximum suppression, which a hook (postprocess) or meta model can do",
 }
 _RANDOM = "put the module in evaluation mode, or make the random numbers an input of the model"
-_BRANCH = (
+BRANCH = (
     "torch.where(condition, a, b) or torch.cond keep both branches in the program; a size can be an upper bound with a "
     "mask; or cut the model there and join the parts in a meta model"
 )
@@ -125,14 +129,21 @@ _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "PendingUnbackedSymbolNotFound
 
 def explain(error: BaseException) -> ExportError | None:
     """What torch.export said, when it is about branches or sizes that depend on values; else None."""
-    chain = _chain(error)
-    if not any(type(cause).__name__ in _DATA_DEPENDENT or "data-dependent" in str(cause) for cause in chain):
+    if not is_data_dependent(error):
         return None
-    line = next((line for cause in chain if (line := _user_line(cause)) is not None), None)
+    line = next((line for cause in _chain(error) if (line := _user_line(cause)) is not None), None)
     return ExportError(
         f"the model decides by the values of a tensor what to compute{f' at {line}' if line else ''}: a branch, a loop "
         "or a size that depends on data cannot be part of a program",
-        hint=_BRANCH,
+        hint=BRANCH,
+    )
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """True when torch.export gave up because values decide what to compute."""
+    return any(
+        type(one).__name__ in _DATA_DEPENDENT or any(name in str(one) for name in ("data-dependent", *_DATA_DEPENDENT))
+        for one in _chain(error)
     )
 
 

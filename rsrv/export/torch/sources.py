@@ -17,38 +17,48 @@ from rsrv.export.specs import InputSpec
 from rsrv.export.torch.arguments import bind, input_spec
 from rsrv.export.torch.dtypes import bundle_dtype
 from rsrv.export.torch.lowered import narrowed
-from rsrv.export.torch.model import ExportedModel, ScriptModel, TorchModel
+from rsrv.export.torch.model import ExportedModel, TorchModel
 from rsrv.export.torch.refusals import check_graph
+from rsrv.export.torch.torchscript import Wrap, holds_script, load_script
+from rsrv.export.torch.torchscript_model import ScriptModel
 
 
 def model_of(
-    module: Any, inputs: Any, kwargs: Mapping[str, Any] | None, output_names: Sequence[str] | None = None
+    module: Any,
+    inputs: Any,
+    kwargs: Mapping[str, Any] | None,
+    output_names: Sequence[str] | None = None,
+    wrap: Wrap | None = None,
 ) -> TorchModel:
-    """The model with its example call. Raises ExportError for what is no model, and for examples that do not fit."""
+    """The model with its example call; `wrap` is for TorchScript alone.
+
+    Raises ExportError for what is no model, and for examples that do not fit.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return ScriptModel.of(module, inputs, kwargs, output_names, wrap)
+    if wrap is not None:
+        raise ExportError(
+            f"wrap is for TorchScript modules, and the model is a {type(module).__name__}",
+            hint="export the module that wraps it",
+        )
     if isinstance(module, torch.export.ExportedProgram):
         return _exported(module, inputs, kwargs, output_names)
     if not isinstance(module, nn.Module):
         raise ExportError(f"the model is a {type(module).__name__}, want an nn.Module")
-    call = bind(module.forward, inputs, kwargs)
-    if isinstance(module, torch.jit.ScriptModule):
-        return ScriptModel(module, call, output_names, facts={"source_subframework": "torchscript"})
-    return TorchModel(module, call, output_names)
+    if holds_script(module):
+        return ScriptModel.of(module, inputs, kwargs, output_names, None)
+    return TorchModel(module, bind(module.forward, inputs, kwargs), output_names)
 
 
 def read_file(path: Path) -> Any:
     """The model in a ``.pt2`` (torch.export) or ``.pt`` (TorchScript) file. Raises ExportError."""
+    if path.suffix != ".pt2":
+        return load_script(path)
     try:
-        if path.suffix == ".pt2":
-            return torch.export.load(path)
-        return torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
+        return torch.export.load(path)
     except Exception as error:
-        what = "program of torch.export" if path.suffix == ".pt2" else "TorchScript module"
-        raise ExportError(
-            f"{path} is no {what}: {str(error).strip().partition(chr(10))[0]}",
-            hint=None
-            if path.suffix == ".pt2"
-            else "a state dict needs its module: rsrv export torch MODULE:FN --weights FILE",
-        ) from error
+        first = str(error).strip().partition("\n")[0]
+        raise ExportError(f"{path} is no program of torch.export: {first}") from error
 
 
 def file_facts(path: Path) -> dict[str, Any]:

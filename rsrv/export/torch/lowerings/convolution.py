@@ -1,4 +1,5 @@
-"""Transposed convolution with groups, which torchax computes with the groups mixed up (relative error above 1)."""
+"""Transposed convolution with groups, which torchax computes with the groups mixed up (relative error above 1), and the
+form of a convolution that traced TorchScript holds."""
 
 from __future__ import annotations
 
@@ -51,6 +52,23 @@ def convolution(
         feature_group_count=groups,
     )
     return y if bias is None else y + bias.reshape(1, -1, *[1] * spatial)
+
+
+@lowering(aten._convolution.default, aten._convolution.deprecated)
+def private_convolution(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    *_flags: bool,
+) -> Any:
+    """As `convolution`; the flags choose among kernels of cuDNN."""
+    return convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
 
 
 def _per_axis(values: Sequence[int], count: int) -> list[int]:
