@@ -69,7 +69,9 @@ class ParityRow:
         """Why agreement with this reference proves little, or None."""
         if self.non_finite:
             return f"the reference holds {self.non_finite} of {self.count} values that are not finite"
-        if self.count and self.lowest == self.highest and (self.count > 1 or self.lowest == 0):
+        if not self.count:
+            return "the reference holds no value"
+        if self.lowest == self.highest and (self.count > 1 or self.lowest == 0):
             return f"the reference is {self.lowest:g} everywhere"
         return None
 

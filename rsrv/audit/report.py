@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rsrv.audit.parity import ParityReport, ParityRow
-from rsrv.audit.results import Result
+from rsrv.audit.results import NO_PROGRAM, Result
 from rsrv.audit.verify import VerifyReport
 
 
@@ -21,8 +21,9 @@ def markdown(results: Sequence[Result], reports: Sequence[VerifyReport] = ()) ->
     worst: dict[str, float] = {}
     for result in results:
         worst[result.model] = max(worst.get(result.model, 0.0), *result.rels, 0.0)
+    compared = sum(result.batch != NO_PROGRAM for result in results)
     passed = {model: rel for model, rel in worst.items() if model not in {result.model for result in failed}}
-    lines = ["# Parity", "", f"{len(passed)} of {len(worst)} models passed, {len(results)} programs compared.", ""]
+    lines = ["# Parity", "", f"{len(passed)} of {len(worst)} models passed, {compared} programs compared.", ""]
     counts = [report.counts for report in reports]
     if counts:
         right, total = (sum(column) for column in zip(*counts, strict=True))

@@ -14,6 +14,8 @@ from rsrv.audit.verify import VerifiedProgram, VerifyReport
 from rsrv.core.errors import UsageError
 
 _HEAD = ("model", "batch", "ok", "rel", "note")
+NO_PROGRAM = "-"
+"""In place of the batch: the line says what was not compared."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,10 @@ class Result:
     ok: bool
     rels: tuple[float, ...]
     note: str
+
+    def passed(self, *, strict: bool = False) -> bool:
+        """As `VerifyReport.passed`: a line that is all right and has a note was unproven, or left out."""
+        return self.ok and not (strict and self.note)
 
 
 def read_results(path: Path | str) -> list[Result]:
@@ -45,8 +51,9 @@ def results_of(report: VerifyReport) -> list[Result]:
     """A line for each program, and one with the batch ``-`` for a bundle of which nothing, or not all, was compared."""
     model = _line(report.bundle)
     results = [_result(model, program) for program in report.programs]
-    if report.problem is not None or not results:
-        results.append(Result(model, "-", report.passed(), (), _line(report.problem or _nothing(report))))
+    if report.problem is not None or report.skipped or not results:
+        passed = report.problem is None and (bool(results) or report.passed())
+        results.append(Result(model, NO_PROGRAM, passed, (), _line(report.problem or _left_out(report))))
     return results
 
 
@@ -87,9 +94,10 @@ def _read(text: str) -> list[Result]:
     return results
 
 
-def _nothing(report: VerifyReport) -> str:
+def _left_out(report: VerifyReport) -> str:
+    """Empty for a meta bundle, which has nothing to compare and is all right."""
     if report.is_meta:
-        return "kind meta, which has no programs"
+        return ""
     return "; ".join(f"{skipped.check}: {skipped.reason}" for skipped in report.skipped) or "nothing was compared"
 
 

@@ -37,9 +37,18 @@ def read_samples(directory: Path | str, inputs: Sequence[TensorSpec], limit: int
                 names = ", ".join(spec.name for spec in inputs)
                 raise UsageError(f"{path} is one array, but the bundle takes {names}; want a directory for each sample")
             found[path.name] = {inputs[0].name: _load(path, inputs[0])}
+        if path.name in found:
+            _require_rows(path, inputs, found[path.name])
     if not found:
         raise UsageError(f"{directory} holds no sample: looked for {_wanted(inputs)}")
     return found
+
+
+def _require_rows(path: Path, inputs: Sequence[TensorSpec], sample: Sample) -> None:
+    rows = {spec.name: sample[spec.name].shape[spec.batch_axis] for spec in inputs if spec.batch_axis is not None}
+    if 0 in rows.values() or len(set(rows.values())) > 1:
+        seen = ", ".join(f"{count} rows of {name!r}" for name, count in rows.items())
+        raise UsageError(f"{path} has {seen}; want the same number of rows, 1 or more, of every input")
 
 
 def _wanted(inputs: Sequence[TensorSpec]) -> str:
@@ -64,4 +73,7 @@ def _load(path: Path, spec: TensorSpec) -> np.ndarray:
         raise UsageError(f"{path} is {array.dtype}, want {spec.describe()}")
     if spec.batch_axis is not None and array.ndim == spec.rank - 1:
         array = np.expand_dims(array, spec.batch_axis)
+    wanted = spec.wire_shape
+    if array.ndim != len(wanted) or any(size not in (-1, here) for size, here in zip(wanted, array.shape, strict=True)):
+        raise UsageError(f"{path} has the shape {list(array.shape)}, want {spec.describe()}")
     return np.ascontiguousarray(array).reshape(array.shape)

@@ -15,6 +15,7 @@ from rsrv.cli import export_options as options
 from rsrv.cli import output
 from rsrv.cli.export_convert import convert
 from rsrv.cli.export_torch import torch
+from rsrv.cli.local_server import signals_unwind
 from rsrv.cli.verify import ToleranceOption
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ def jax(
     sizes = options.parse_batch_sizes(batch_sizes, no_batch)
     ranges = dict(parse_range(text) for text in input_range or [])
     tolerances = parse_tolerances(tolerance or [])
-    with redirect_stdout(sys.stderr), output.logged_warnings():  # stdout is for the result, whatever the model prints
+    # stdout is for the result, whatever the model prints
+    with signals_unwind(), redirect_stdout(sys.stderr), output.logged_warnings():
         made = _with_inputs(call_factory(model, x64=x64), inputs or [])
         path = export_bundle(
             "jax",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rsrv.cli import output
+from rsrv.cli.local_server import signals_unwind
 
 if TYPE_CHECKING:
     from rsrv.export.repository import ConversionReport, ConversionResult, ConvertConfig, WorkItem
@@ -86,7 +87,7 @@ def _converted(
     from rsrv.export.repository import convert_repository
 
     inside = nullcontext() if isolate else redirect_stdout(sys.stderr)  # stdout is for the result
-    with inside, output.logged_warnings(), output.progress(len(items)) as progress:
+    with signals_unwind(), inside, output.logged_warnings(), output.progress(len(items)) as progress:
 
         def done(result: ConversionResult) -> None:
             what = "was there" if result.was_there else result.sizes_text or result.reason[:100]
@@ -124,6 +125,9 @@ def _show_report(report: ConversionReport) -> None:
     if output.is_json():
         output.json(report.to_json())
         return
-    rows = [(one.bundle, one.outcome, one.sizes_text or None, one.reason or one.note or None) for one in report.results]
+    rows = [
+        (one.bundle, one.outcome, one.sizes_text or None, "; ".join(filter(None, (one.reason, one.note))) or None)
+        for one in report.results
+    ]
     output.table(None, ("bundle", "outcome", "batch sizes", "remark"), rows)
     output.note(", ".join(f"{count} {outcome}" for outcome, count in report.counts.items() if count) or "nothing to do")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,7 @@ import typer
 
 from rsrv.cli import export_options as options
 from rsrv.cli import output
+from rsrv.cli.local_server import signals_unwind
 from rsrv.cli.verify import ToleranceOption
 
 
@@ -95,34 +98,36 @@ def torch(
 
     from rsrv.export.torch.factory import load_model
 
-    made = load_model(model, weights=weights, inputs=specs)
-    path = export_bundle(
-        "torch",
-        made.module,
-        made.inputs,
-        kwargs=made.kwargs,
-        dir=target,
-        batch_sizes=sizes,
-        input_names=made.input_names,
-        output_names=made.output_names,
-        input_batch_axes=made.input_batch_axes,
-        output_batch_axes=made.output_batch_axes,
-        axis_letters=made.axis_letters,
-        shape_variants=variants or made.shape_variants,
-        int64=int64,
-        lowering=lowering,
-        torch_xla_python=torch_xla_python,
-        golden=golden,
-        input_ranges=ranges,
-        tolerances=tolerances,
-        matmul_precision=matmul_precision,
-        platform=platform,
-        stablehlo_version=stablehlo_version,
-        drop_unused_inputs=drop_unused_inputs,
-        provenance=made.facts,
-        diff=not no_diff,
-        overwrite=overwrite,
-    )
+    # stdout is for the result, whatever the model prints
+    with signals_unwind(), redirect_stdout(sys.stderr), output.logged_warnings():
+        made = load_model(model, weights=weights, inputs=specs)
+        path = export_bundle(
+            "torch",
+            made.module,
+            made.inputs,
+            kwargs=made.kwargs,
+            dir=target,
+            batch_sizes=sizes,
+            input_names=made.input_names,
+            output_names=made.output_names,
+            input_batch_axes=made.input_batch_axes,
+            output_batch_axes=made.output_batch_axes,
+            axis_letters=made.axis_letters,
+            shape_variants=variants or made.shape_variants,
+            int64=int64,
+            lowering=lowering,
+            torch_xla_python=torch_xla_python,
+            golden=golden,
+            input_ranges=ranges,
+            tolerances=tolerances,
+            matmul_precision=matmul_precision,
+            platform=platform,
+            stablehlo_version=stablehlo_version,
+            drop_unused_inputs=drop_unused_inputs,
+            provenance=made.facts,
+            diff=not no_diff,
+            overwrite=overwrite,
+        )
     made_bundle = describe_bundle(path)
     if output.is_json():
         output.json(made_bundle.to_json())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rsrv.cli import output
+from rsrv.cli.reports import require_writable
 
 if TYPE_CHECKING:
     from rsrv.export.torch.torchscript_report import Probe, ScriptReport
@@ -61,6 +62,7 @@ def torchscript(
     """
     from rsrv.export import parse_input_spec
 
+    require_writable("--code-out", code_out)
     specs = [parse_input_spec(text) for text in inputs or []]
 
     from rsrv.export.torch.torchscript_report import inspect_torchscript

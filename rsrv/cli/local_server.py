@@ -85,6 +85,7 @@ class LocalServer:
         while True:
             try:
                 model.infer({})
+                return
             except (ModelPreparing, UnknownModel):
                 self.require_running(end)
                 time.sleep(_POLL_SECONDS)

@@ -101,7 +101,7 @@ class Outcome:
     def passed(self, *, strict: bool) -> bool:
         """Nothing failed in this run, nor in the earlier ones for the bundles that were named again."""
         now = all(report.passed(strict=strict) for report in self.reports)
-        return now and all(result.ok for result in self.results if result.model in self.names)
+        return now and all(result.passed(strict=strict) for result in self.results if result.model in self.names)
 
     def write_junit(self, path: Path, *, strict: bool) -> None:
         from rsrv.audit import to_junit

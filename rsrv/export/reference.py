@@ -102,9 +102,9 @@ def reference_on(side: Side, original: Original, manifest: Manifest) -> Referenc
     outputs = manifest.executable_outputs if side == "program" else manifest.wire_outputs
     names = [spec.name for spec in outputs]
     if not original.inputs:
-        from rsrv.export.repository.triton import forward_order
+        from rsrv.export.repository.triton import tensor_order
 
-        names = [names[i] for i in forward_order(names, ())]
+        names = [names[i] for i in tensor_order(names)]
     return _named_as(names, original.answering(inputs))
 
 

@@ -141,10 +141,10 @@ def test_missing_surplus_and_differently_shaped_outputs_are_mismatches() -> None
         assert not compare({"y": Y}, candidate, 1e9).ok
 
 
-def test_empty_and_equal_passes() -> None:
+def test_empty_and_equal_passes_and_proves_nothing() -> None:
     report = compare({"y": np.zeros((0, 3), np.float32)}, {"y": np.zeros((0, 3), np.float32)})
     assert report.ok
-    assert report.unproven == ()
+    assert report.unproven == ("y",)
 
 
 def test_a_scalar_output_is_compared_too() -> None:
@@ -182,3 +182,12 @@ def test_tolerances_are_read_from_the_command_line() -> None:
     for text in ("f32=", "f32=-1", "many", "f32=nan", "f32=inf", ""):
         with pytest.raises(UsageError, match="tolerance"):
             parse_tolerances([text])
+
+
+def test_an_output_without_values_is_unproven() -> None:
+    empty = np.zeros((0, 4), np.float32)
+    report = compare({"boxes": empty}, {"boxes": empty})
+    assert (report.ok, report.unproven) == (True, ("boxes",))
+    assert report.rows[0].note == "the reference holds no value"
+    one = compare({"boxes": np.array([[1, 2, 3, 4]], np.float32)}, {"boxes": np.array([[1, 2, 3, 4]], np.float32)})
+    assert merge([report, one]).unproven == ()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from rsrv.audit import VerifyReport, compare
+from rsrv.audit.findings import Skipped
 from rsrv.audit.report import markdown
-from rsrv.audit.results import Result, append_results, read_results
+from rsrv.audit.results import Result, append_results, read_results, results_of
 from rsrv.audit.verify import VerifiedProgram
 from rsrv.core.errors import UsageError
 
@@ -103,3 +104,20 @@ def test_the_summary_lists_failures_and_the_worst_error_of_every_model_that_pass
     assert "1 of 2 models passed, 4 programs compared." in text
     assert "| bad | 8 | 0.5, inf | a \\| b |" in text
     assert "| good | 3e-07 |" in text
+
+
+def test_what_was_unproven_or_left_out_in_an_earlier_run_fails_a_strict_one() -> None:
+    constant = VerifiedProgram("model.b1.mlir", (), 1, {0: compare({"y": Y * 0}, {"y": Y * 0})})
+    proven = VerifiedProgram("model.b1.mlir", (), 1, {0: compare({"y": Y}, {"y": Y})})
+    skipped = [Skipped("model.b8.mlir", "no sample has the shapes of this program")]
+    reports = [
+        VerifyReport("a", Path("a"), "golden", [constant]),
+        VerifyReport("b", Path("b"), "golden", [proven], skipped),
+        VerifyReport("c", Path("c"), "golden", [proven]),
+        VerifyReport("d", Path("d"), "golden", is_meta=True),
+    ]
+    for strict in (False, True):
+        earlier = [all(result.passed(strict=strict) for result in results_of(report)) for report in reports]
+        assert earlier == [report.passed(strict=strict) for report in reports]
+        assert earlier == [not strict, not strict, True, True]
+    assert "2 of 2 models passed, 2 programs compared." in markdown([*results_of(reports[0]), *results_of(reports[1])])

@@ -247,3 +247,26 @@ def test_samples_that_do_not_fit_are_named(tmp_path: Path) -> None:
     (folder / "s").mkdir()
     with pytest.raises(UsageError, match=r"s/x\.npy: no such file"):
         read_samples(folder, one)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        ((1, 4), (1, 3), r"s/a\.npy has the shape \[1, 4\], want f32\[n,3\]"),
+        ((1, 1, 3), (1, 3), r"s/a\.npy has the shape \[1, 1, 3\], want f32\[n,3\]"),
+        ((2, 3), (1, 3), r"s has 2 rows of 'a', 1 rows of 'b'; want the same number"),
+        ((0, 3), (0, 3), r"s has 0 rows of 'a'"),
+    ],
+)
+def test_samples_of_other_sizes_are_refused_before_the_original_sees_them(
+    tmp_path: Path, a: tuple[int, ...], b: tuple[int, ...], said: str
+) -> None:
+    tensor = ((N, 3), np.float32)
+    net = write_model(
+        tmp_path / "two", lambda a, b: (a + b,), {"a": tensor, "b": tensor}, {"y": tensor}, batch_sizes=(1,)
+    )
+    (tmp_path / "samples" / "s").mkdir(parents=True)
+    np.save(tmp_path / "samples/s/a.npy", np.ones(a, np.float32))
+    np.save(tmp_path / "samples/s/b.npy", np.ones(b, np.float32))
+    with pytest.raises(UsageError, match=said):
+        read_samples(tmp_path / "samples", specs(net))

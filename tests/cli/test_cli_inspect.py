@@ -154,3 +154,19 @@ def test_the_inspector_loads_no_compiler(detector: Path, tmp_path: Path) -> None
     command = [sys.executable, "-W", "ignore", "-c", code, str(detector), str(tmp_path / "net.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_an_example_that_memory_cannot_hold_is_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = save(scripts.Detector(), tmp_path / "net.pt")
+    assert inspect(file, "--inputs", "image=f32[1000000,1000000,1000]", "--code-out", tmp_path / "net.py") == 1
+    printed = capsys.readouterr().err
+    assert "an example of shape [1000000, 1000000, 1000] for input 'image' cannot be made" in printed
+    assert "unexpected" not in printed
+
+
+def test_a_place_for_the_source_that_cannot_be_written_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plain").touch()
+    assert inspect(tmp_path / "net.pt", "--code-out", tmp_path / "plain" / "net.py") == 2
+    assert "--code-out" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from torch import nn
 from rsrv.audit import check_bundle
 from rsrv.bundle import Bundle, open_bundle
 from rsrv.bundle.tensors import load_tensors
+from rsrv.export.reference import load_source, reference_on
 from rsrv.export.repository import ConversionReport, convert_repository, load_convert_config
 from rsrv.runtime import PjrtDevice, execute
 
@@ -87,6 +88,27 @@ class Flat(nn.Module):
         return a.to(torch.float32).mean(-1) * 0.5
 
 
+class Optional3(nn.Module):
+    """x · 2, times `mask` and plus `bias` where they are given."""
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y = x * 2
+        if mask is not None:
+            y = y * mask
+        if bias is not None:
+            y = y + bias
+        return y
+
+
+class Never(nn.Module):
+    """Whether rows sum to more than random ones do: never."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.sum(1, keepdim=True) > 100.0).to(torch.float32)
+
+
 def scripted(module: nn.Module) -> Any:
     torch.manual_seed(0)
     for parameter in module.parameters():
@@ -146,6 +168,33 @@ def test_numbers_are_those_of_torch_at_every_batch_size_whatever_the_order_of_th
     assert facts["torchscript_path"] == str(tmp_path / "source/net/1/model.pt")
     assert facts["parity"]["tolerances"] == {"f32": 1e-5}
     assert check_bundle(bundle.path, run=True).errors == []  # the two goldens
+
+
+@pytest.mark.parametrize("names", [("bias", "x"), ("INPUT__2", "INPUT__0")])
+def test_an_input_behind_an_optional_one_reaches_its_own_parameter(
+    tmp_path: Path, names: tuple[str, str], device: PjrtDevice
+) -> None:
+    config = config_pbtxt([(name, "TYPE_FP32", [3]) for name in names], [("y", "TYPE_FP32", [3])])
+    source = write_triton_model(tmp_path / "source", "net", config, scripted(Optional3()))
+    (result,) = convert(tmp_path).results
+    assert (result.outcome, result.batch_sizes) == ("success", (1,))
+    bundle = open_bundle(tmp_path / "out/net")
+    bias, x = np.array([[10, 20, 30]], np.float32), np.array([[1, 2, 3]], np.float32)
+    found = answers(device, bundle, 1, dict(zip(names, (bias, x), strict=True)))
+    np.testing.assert_array_equal(found["y"], [[12, 24, 36]])
+    original = reference_on("program", load_source(source, bundle.manifest), bundle.manifest)
+    np.testing.assert_array_equal(original(dict(zip(names, (bias, x), strict=True)))["y"], [[12, 24, 36]])
+
+
+@pytest.mark.parametrize("isolate", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_output_that_proves_nothing_is_in_the_report(tmp_path: Path, isolate: bool) -> None:
+    config = config_pbtxt([("x", "TYPE_FP32", [3])], [("y", "TYPE_FP32", [1])])
+    write_triton_model(tmp_path / "source", "net", config, scripted(Never()))
+    (result,) = convert(tmp_path, isolate=isolate).results
+    assert result.outcome == "success"
+    assert "parity is unproven" in result.note
+    assert "the reference is 0 everywhere" in result.note
+    assert "the reference is 0 everywhere" in (tmp_path / "report.md").read_text()
 
 
 def test_a_model_that_takes_few_rows_keeps_size_one_and_remembers_why(tmp_path: Path) -> None:

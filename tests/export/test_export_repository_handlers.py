@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from rsrv.bundle import open_bundle
 from rsrv.core.errors import ConfigError, ExportError, UsageError
 from rsrv.export.repository import ConversionReport, TritonTensor, convert_repository, load_convert_config
 from rsrv.export.repository.handlers import example_input
+from rsrv.export.repository.staging import staging_area
 
 HANDLERS = {
     "copy": """
@@ -23,6 +27,27 @@ import shutil
 from pathlib import Path
 
 def handler(ctx):
+    shutil.copytree(Path(ctx.options["made_dir"]) / ctx.bundle_name, ctx.out_dir)
+    return [4, 1]
+""",
+    "leaving": """
+import os, signal, tempfile
+
+def handler(ctx):
+    (ctx.out_dir.parents[3] / "where").write_text(tempfile.mkdtemp())
+    os.kill(os.getpid(), signal.SIGKILL)
+""",
+    "full": """
+def handler(ctx):
+    raise OSError(f"{ctx.out_dir} cannot be written")
+""",
+    "warned": """
+import logging, shutil
+from pathlib import Path
+
+def handler(ctx):
+    logging.getLogger("rsrv.audit.golden").warning("half of it is made up")
+    logging.getLogger("rsrv.bundle.provenance").warning("no commit")
     shutil.copytree(Path(ctx.options["made_dir"]) / ctx.bundle_name, ctx.out_dir)
     return [4, 1]
 """,
@@ -216,6 +241,46 @@ def test_what_an_earlier_run_left_when_it_was_killed_is_removed(here: Path, made
     stale.mkdir(parents=True)
     run(here, {"copy": ["net"]}, options={"made_dir": str(made)})
     assert left(here) == ["net"]
+
+
+def test_a_place_that_another_run_takes_for_a_dead_ones_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def mkdtemp(**options: Any) -> str:
+        made.append(tempfile.mkdtemp(**options))
+        if len(made) == 1:  # the other run comes before the lock
+            os.rmdir(made[0])
+        return made[-1]
+
+    monkeypatch.setattr("rsrv.export.repository.staging.tempfile", SimpleNamespace(mkdtemp=mkdtemp))
+    with staging_area(tmp_path) as area:
+        assert [str(area), 2] == [made[-1], len(made)]
+        with staging_area(tmp_path) as other:
+            assert sorted(path for path in tmp_path.iterdir()) == sorted([area, other])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_handler_had_in_temporary_files_goes_with_it(here: Path, made: Path) -> None:
+    report = run(here, {"leaving": ["net"]}, isolate=True)
+    assert "SIGKILL" in report.results[0].reason or "signal" in report.results[0].reason
+    place = Path((here / "where").read_text())
+    assert place.is_relative_to(here / "out")
+    assert not place.exists()
+    assert left(here) == []
+
+
+def test_a_reason_names_the_place_where_the_bundle_would_be(here: Path, made: Path) -> None:
+    report = run(here, {"full": ["net"]})
+    assert str(here / "out/net") + " cannot be written" in report.results[0].reason
+
+
+def test_what_a_handler_was_warned_of_is_in_the_report(here: Path, made: Path) -> None:
+    report = run(here, {"warned": ["net"]}, options={"made_dir": str(made)})
+    assert report.results[0].outcome == "success"
+    assert report.results[0].note == "half of it is made up"
+    assert "half of it is made up" in (here / "report.md").read_text()
 
 
 def test_a_directory_that_is_no_bundle_is_never_replaced(here: Path, made: Path) -> None:

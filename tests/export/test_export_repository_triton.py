@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from rsrv.core.errors import ExportError
 from rsrv.export.repository.triton import (
     batch_ladder,
     find_model_file,
-    forward_order,
+    forward_parameters,
     obstacle,
     parse_triton_model,
     read_triton_model,
+    tensor_order,
 )
 
 REAL = """
@@ -129,10 +131,39 @@ def test_what_cannot_be_converted_is_known_before_anything_is_loaded(text: str, 
 
 
 def test_names_decide_the_order_of_tensors_as_in_triton() -> None:
-    assert forward_order(["INPUT__1", "INPUT__0"], ["a", "b"]) == [1, 0]
-    assert forward_order(["b", "a"], ["a", "b"]) == [1, 0]
-    assert forward_order(["second", "first"], ["a", "b"]) == [0, 1]
-    assert forward_order(["x__0", "y__0"], ["a", "b"]) == [0, 1]
+    assert forward_parameters(["INPUT__1", "INPUT__0"], ["a", "b"]) == {"b": "INPUT__1", "a": "INPUT__0"}
+    assert forward_parameters(["b", "a"], ["a", "b"]) == {"b": "b", "a": "a"}
+    assert forward_parameters(["second", "first"], ["a", "b"]) == {"a": "second", "b": "first"}
+    assert forward_parameters(["x__1", "x__0"], ["x__1", "x__0"]) == {"x__1": "x__1", "x__0": "x__0"}
+    assert tensor_order(["OUTPUT__1", "OUTPUT__0"]) == [1, 0]
+    assert tensor_order(["scores", "boxes__0"]) == [0, 1]
+
+
+def test_inputs_that_leave_out_an_optional_parameter_go_to_their_own() -> None:
+    parameters = ["x", "mask", "bias"]
+    assert forward_parameters(["bias", "x"], parameters) == {"bias": "bias", "x": "x"}
+    assert forward_parameters(["INPUT__0", "INPUT__2"], parameters) == {"x": "INPUT__0", "bias": "INPUT__2"}
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            ["INPUT__1", "INPUT__2"],
+            r"'INPUT__2' says that it is argument 2 of forward, counted from 0; there are 2: a, b",
+        ),
+        (["x__0", "y__0"], r"'x__0' and 'y__0' both say that they are argument 0"),
+    ],
+)
+def test_numbers_of_inputs_that_forward_does_not_have_are_refused(names: list[str], said: str) -> None:
+    with pytest.raises(ExportError, match=said):
+        forward_parameters(names, ["a", "b"])
+
+
+@pytest.mark.parametrize("names", [["y__1", "y__2"], ["y__0", "z__0"], ["y__0", "y__2"]])
+def test_numbers_of_outputs_with_a_gap_are_refused(names: list[str]) -> None:
+    with pytest.raises(ExportError, match=r"have the numbers \d, \d, want those from 0 to 1"):
+        tensor_order(names)
 
 
 def test_the_program_is_that_of_version_one(tmp_path: Path) -> None:
@@ -149,3 +180,9 @@ def test_the_program_is_that_of_version_one(tmp_path: Path) -> None:
         find_model_file(tmp_path, named)
     with pytest.raises(ExportError, match="there is no"):
         find_model_file(tmp_path, parse_triton_model('default_model_filename: "../1/model.pt"'))
+
+
+def test_a_pipe_in_place_of_the_configuration_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.pbtxt")
+    with pytest.raises(ExportError, match=r"config.pbtxt: not a file"):
+        read_triton_model(tmp_path)

@@ -238,11 +238,27 @@ def test_what_the_script_reports_becomes_one_message(torch_xla: Any, error: tupl
         ('echo "{" > "$directory/report.json"', "ended with no result$"),
         ('echo "{}" > "$directory/report.json"; echo broken; exit 1', "ended with exit status 1: broken$"),
         ('echo \'{"arguments": []}\' > "$directory/report.json"', "wrote a report that cannot be read: "),
+        ('echo \'{"error": "no"}\' > "$directory/report.json"', "wrote a report that cannot be read: KeyError"),
     ],
 )
 def test_a_conversion_that_dies_shows_its_last_words(interpreter: Any, body: str, message: str) -> None:
     with pytest.raises(ExportError, match=message):
         Converter(interpreter(body)).convert(small())
+
+
+@pytest.mark.parametrize(
+    "argument", [["constant", -1], ["constant", 1], ["input", -1], ["input", "x"], ["weight", 0], ["output", 0], 3]
+)
+def test_arguments_that_are_none_are_refused(torch_xla: Any, argument: Any) -> None:
+    with pytest.raises(ExportError, match="wrote a report that cannot be read: "):
+        Converter(torch_xla(report={**REPORT, "arguments": [argument]})).convert(small())
+
+
+def test_a_weight_that_the_model_does_not_have_is_named(export: Any, torch_xla: Any, tmp_path: Path) -> None:
+    arguments = [["weight", "module.other"] if one[1] == "module.shift" else one for one in ARGUMENTS]
+    with pytest.raises(ExportError, match=r"takes the weight 'module\.other', which the model does not have"):
+        export(torch_xla(report={**REPORT, "arguments": arguments}))
+    assert not (tmp_path / "net").exists()
 
 
 def test_a_conversion_that_hangs_is_ended_with_its_children(interpreter: Any, tmp_path: Path) -> None:

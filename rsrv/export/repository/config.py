@@ -154,6 +154,17 @@ def _check(config: ConvertConfig) -> None:
     for i, source in enumerate(config.source_dirs):
         if not source.is_dir():
             raise refuse(f"source_dirs[{i}]: {str(source)!r} is not an existing directory")
+    places: dict[Path, int] = {}
+    for i, source in enumerate(config.source_dirs):
+        if (first := places.setdefault(source.resolve(), i)) != i:
+            raise refuse(f"source_dirs[{i}]: {str(source)!r} is source_dirs[{first}] once more")
+    out = config.output_root.resolve()
+    for place, i in places.items():
+        if place in (out, out.parent):
+            raise refuse(
+                f"output_root: {str(config.output_root)!r} lies in source_dirs[{i}], where every directory is a model",
+                "name a directory elsewhere",
+            )
     if config.output_root.exists() and not config.output_root.is_dir():
         raise refuse(f"output_root: {str(config.output_root)!r} is not a directory")
     if config.report_path.suffix == ".json":

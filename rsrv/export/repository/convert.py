@@ -80,6 +80,7 @@ class _Answer:
 
     sizes: tuple[int, ...] | None = None
     because: str = ""
+    warnings: tuple[str, ...] = ()
     error: str = ""
     final: bool = False
     lost: bool = False
@@ -103,11 +104,12 @@ class _Run:
                 return self._excluded(item)
             if (found := present(item.target)) is not None:
                 return _was_there(item, found.manifest.batching.compiled_batch_sizes, found.manifest.provenance)
-            return self._handled(item, made) if item.handler is not None else self._generic(item, made)
+            result = self._handled(item, made) if item.handler is not None else self._generic(item, made)
         except RsrvError as error:
-            return _result(item, "failed", reason=reason_of(error))
+            result = _result(item, "failed", reason=reason_of(error))
         finally:
             shutil.rmtree(made, ignore_errors=True)
+        return replace(result, reason=result.reason.replace(str(made), str(self.config.output_root)))
 
     def _excluded(self, item: WorkItem) -> ConversionResult:
         assert item.exclusion is not None
@@ -133,8 +135,8 @@ class _Run:
         if others := sorted({path.name for path in made.iterdir()} & (self.bundles - {item.bundle})):
             raise ExportError(f"the handler also wrote {others[0]!r}, which is a model of the worklist itself")
         moved = move_bundles(made, self.config.output_root)
-        note = f"also wrote {', '.join(name for name in moved if name != item.bundle)}" if len(moved) > 1 else ""
-        return _result(item, "success", batch_sizes=answer.sizes, note=note)
+        also = f"also wrote {', '.join(name for name in moved if name != item.bundle)}" if len(moved) > 1 else ""
+        return _result(item, "success", batch_sizes=answer.sizes, note=_note(also, *answer.warnings))
 
     def _generic(self, item: WorkItem, made: Path) -> ConversionResult:
         assert item.source is not None  # models without a directory have a handler
@@ -158,7 +160,7 @@ class _Run:
             batch_sizes=answer.sizes,
             dropped=dropped,
             reason=answer.because if dropped else "",
-            note="takes one row only, without a batch axis" if alone else "",
+            note=_note("takes one row only, without a batch axis" if alone else "", *answer.warnings),
         )
 
     def _perform(self, message: Mapping[str, Any]) -> _Answer:
@@ -167,13 +169,16 @@ class _Run:
         settings = ChildSettings(
             platform="cpu", ordinal=0, parse_only=False, memory_bytes=self.config.memory_bytes, cpu_threads=None
         )
+        # Temporary files of a process that may be killed at any moment: here they go away with it, or with the area.
+        scratch = tempfile.mkdtemp(prefix="tmp.", dir=self.area)
         process = CompileProcess(settings, _CHILD)
         try:
-            return _read(process.request(message, b"", timeout=self.config.timeout_seconds)[0])
+            return _read(process.request({**message, "tmp": scratch}, b"", timeout=self.config.timeout_seconds)[0])
         except ChildLost as lost:
             return _Answer(error=_fate(lost, self.config.timeout_seconds), lost=True)
         finally:
             process.close()
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -254,11 +259,16 @@ def _require_torch(items: Sequence[WorkItem], force: bool) -> None:
 
 def _read(answer: Mapping[str, Any]) -> _Answer:
     if "sizes" in answer:
-        return _Answer(sizes=tuple(answer["sizes"]), because=answer["because"] or "")
+        warnings = tuple(answer["warnings"])
+        return _Answer(sizes=tuple(answer["sizes"]), because=answer["because"] or "", warnings=warnings)
     error = answer["error"]
     if isinstance(error, Mapping):  # raised outside of the job, by the process itself
         return _Answer(error=with_hint(str(error["message"]), error["hint"]), final=True)
     return _Answer(error=str(error), final=bool(answer["final"]))
+
+
+def _note(*texts: str) -> str:
+    return "; ".join(filter(None, texts))
 
 
 def _fate(lost: ChildLost, timeout: float) -> str:

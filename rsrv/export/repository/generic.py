@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from rsrv.bundle.directory import open_bundle
 from rsrv.bundle.provenance import collect_provenance
 from rsrv.core.dtypes import DType
 from rsrv.core.errors import ExportError
-from rsrv.export.repository.triton import TritonTensor, find_model_file, forward_order, read_triton_model
+from rsrv.export.repository.triton import TritonTensor, find_model_file, read_triton_model, tensor_order
 from rsrv.export.specs import InputSpec
 
 
@@ -24,16 +24,16 @@ class GenericModel:
     """
 
     def __init__(self, source: Path) -> None:
-        from rsrv.export.torch.sources import file_facts, read_file
+        from rsrv.export.torch.sources import file_facts, forward_of, read_file
 
         self.config = read_triton_model(source)
         file = find_model_file(source, self.config)
         self._module = read_file(file)
-        self._forward = _forward(self._module)
+        self._forward = forward_of(self._module)
         # Of the model's own repository; a diff of weights would help nobody, the digest of the file says what it was.
         self._facts = collect_provenance(source, file_facts(file), diff=False)
         self._inputs = self._ordered_inputs()
-        order = forward_order([tensor.name for tensor in self.config.outputs], ())
+        order = tensor_order([tensor.name for tensor in self.config.outputs])
         self._outputs = [self.config.outputs[i] for i in order]
 
     def export(
@@ -63,23 +63,26 @@ class GenericModel:
         return tuple(sizes or ())
 
     def _ordered_inputs(self) -> list[TritonTensor]:
-        declared = self.config.inputs
-        call = self._bound(declared, 1)
-        return [declared[i] for i in forward_order([tensor.name for tensor in declared], call.names)]
+        _, order = self._bound(1)
+        declared = {tensor.name: tensor for tensor in self.config.inputs}
+        return [declared[name] for name in order]
 
     def _call(self, rows: int) -> Any:
         """The example call, marked as made up: its values say nothing about the range of integers."""
-        call = self._bound(self._inputs, rows)
+        call, _ = self._bound(rows)
         specs = [
             InputSpec(name, _dtype(tensor), self._shape(tensor, rows))
             for name, tensor in zip(call.names, self._inputs, strict=True)
         ]
         return call.replaced(specs)
 
-    def _bound(self, tensors: Sequence[TritonTensor], rows: int) -> Any:
-        from rsrv.export.torch.arguments import bind
+    def _bound(self, rows: int) -> tuple[Any, list[str]]:
+        from rsrv.export.torch.arguments import bind_as_triton
 
-        return bind(self._forward, [np.zeros(self._shape(one, rows), _dtype(one).numpy) for one in tensors], None)
+        inputs = self.config.inputs
+        return bind_as_triton(
+            self._forward, {one.name: np.zeros(self._shape(one, rows), _dtype(one).numpy) for one in inputs}
+        )
 
     def _shape(self, tensor: TritonTensor, rows: int) -> tuple[int, ...]:
         return (rows, *tensor.dims) if self.config.max_batch_size else tensor.dims
@@ -99,15 +102,6 @@ class GenericModel:
                     f"dims {list(tensor.dims)}",
                     hint="outputs are in the order of their numbers (OUTPUT__0, OUTPUT__1), or else of config.pbtxt",
                 )
-
-
-def _forward(module: Any) -> Callable[..., Any]:
-    import torch
-
-    if isinstance(module, torch.export.ExportedProgram):
-        module = module.module()
-    found: Callable[..., Any] = module.forward
-    return found
 
 
 def _dtype(tensor: TritonTensor) -> DType:

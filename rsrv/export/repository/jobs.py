@@ -4,8 +4,12 @@ a handler. It may die, hang or eat all memory; whatever it writes lies in a stag
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,8 @@ def perform(message: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         ``sizes`` of the bundle in the directory ``out`` of the message, with ``because``: why the earlier choices did
-        not do; or ``error``, with ``final``: no other choice of batch sizes would help.
+        not do, and ``warnings`` about what it is; or ``error``, with ``final``: no other choice of batch sizes would
+        help.
     """
     try:
         return _handled(message) if message["job"] == "handler" else _converted(message)
@@ -46,14 +51,16 @@ def _converted(message: Mapping[str, Any]) -> dict[str, Any]:
     from rsrv.export.repository.generic import GenericModel
 
     out = Path(message["out"])
-    model = GenericModel(Path(message["source"]))
+    with _warnings() as about_model:
+        model = GenericModel(Path(message["source"]))
     because: str | None = message["because"]
     failures: list[tuple[Sizes, str]] = []
     for sizes in message["choices"]:
         lost = [size for size in message["ladder"] if size not in (sizes or [1])]
         facts = {"dropped_batch_sizes": lost, "dropped_because": because} if lost and because else {}
         try:
-            made = model.export(out, sizes, golden=message["golden"], provenance=facts)
+            with _warnings() as about_bundle:
+                made = model.export(out, sizes, golden=message["golden"], provenance=facts)
         except Exception as error:
             shutil.rmtree(out, ignore_errors=True)
             failures.append((sizes, reason_of(error)))
@@ -61,7 +68,8 @@ def _converted(message: Mapping[str, Any]) -> dict[str, Any]:
             del error  # it holds the frames of the export, and with them its arrays
             gc.collect()
             continue
-        return {"sizes": list(made), "because": because}
+        warnings = list(dict.fromkeys([*about_model, *about_bundle]))
+        return {"sizes": list(made), "because": because, "warnings": warnings}
     # One row with a batch axis says best what is wrong; without that axis something else may be.
     told = [reason for sizes, reason in failures if sizes is not None] or [reason for _, reason in failures]
     return {"error": told[-1], "final": False}
@@ -78,11 +86,40 @@ def _handled(message: Mapping[str, Any]) -> dict[str, Any]:
         out_dir=Path(message["out"]),
         options=message["options"],
     )
-    return {"sizes": run_handler(Path(message["file"]), context), "because": None}
+    with _warnings() as warnings:
+        sizes = run_handler(Path(message["file"]), context)
+    return {"sizes": sizes, "because": None, "warnings": list(dict.fromkeys(warnings))}
+
+
+_PROVENANCE = "rsrv.bundle.provenance"
+"""Says that sources are in no git repository, which holds for every model of most model repositories."""
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != _PROVENANCE:
+            self.texts.append(short_error(record.getMessage()))
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What rsrv warns of meanwhile: an output that proves nothing, a module in training mode. It goes to the report,
+    since nobody reads what this process says."""
+    kept, ours = _Kept(), logging.getLogger("rsrv")
+    ours.addHandler(kept)
+    try:
+        yield kept.texts
+    finally:
+        ours.removeHandler(kept)
 
 
 def _handler(settings: dict[str, Any]) -> Handler:
     def handle(message: dict[str, Any], body: bytes) -> Frame:
+        os.environ["TMPDIR"] = tempfile.tempdir = message["tmp"]  # for this process and for those that it starts
         return perform(message), b""
 
     return handle

@@ -112,8 +112,11 @@ class ConversionReport:
                 rows = [(one.bundle, _source(one), one.reason) for one in found]
                 lines += ["", f"## {outcome.capitalize()}", "", *_table(("bundle", "from", "reason"), rows)]
         if found := self.of("partial"):
-            rows_partial = [(one.bundle, one.sizes_text, ", ".join(map(str, one.dropped)), one.reason) for one in found]
-            columns = ("bundle", "batch sizes", "dropped", "reason")
+            rows_partial = [
+                (one.bundle, one.sizes_text, ", ".join(map(str, one.dropped)), one.reason, _remark(one))
+                for one in found
+            ]
+            columns = ("bundle", "batch sizes", "dropped", "reason", "remark")
             lines += ["", "## Partial", "", *_table(columns, rows_partial)]
         if found := self.of("success"):
             rows = [(one.bundle, one.sizes_text, _remark(one)) for one in found]

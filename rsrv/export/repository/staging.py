@@ -27,14 +27,12 @@ def staging_area(root: Path) -> Iterator[Path]:
         if (lock := _lock(left)) is not None:
             shutil.rmtree(left, ignore_errors=True)
             os.close(lock)
-    area = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=_SUFFIX, dir=root))
-    lock = _lock(area)
+    area, lock = _locked_area(root)
     try:
         yield area
     finally:
         shutil.rmtree(area, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+        os.close(lock)
 
 
 def move_bundles(made: Path, root: Path) -> list[str]:
@@ -66,6 +64,20 @@ def remove_bundle(target: Path) -> bool:
     os.rename(target, aside)
     shutil.rmtree(aside)
     return True
+
+
+def _locked_area(root: Path) -> tuple[Path, int]:
+    """A new directory with its lock. Until it is locked, another run may take it for that of a dead one and remove it:
+    then it is made again."""
+    while True:
+        area = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=_SUFFIX, dir=root))
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(area, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):  # no locks on this file system: nobody will take it for dead, either
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if area.exists():
+                return area, lock
+            os.close(lock)
 
 
 def _lock(directory: Path) -> int | None:

@@ -21,7 +21,7 @@ MODEL_FILES = ("model.pt", "model.pt2")
 """TorchScript first: it is what Triton itself loads."""
 
 _PROTO = "inference/model_config.proto"
-_INDEXED = re.compile(r".+__(\d+)")
+_INDEXED = re.compile(r".+__([0-9]{1,9})")
 _HANDLER = "a handler can convert it"
 _DTYPES = {f"TYPE_{dtype.wire}": dtype for dtype in DType if dtype.wire is not None and dtype is not DType.BF16}
 """Of X-43, which leaves BF16 and strings to handlers."""
@@ -85,6 +85,8 @@ def parse_max_batch_size(text: str) -> int:
 def read_triton_model(directory: Path) -> TritonModel:
     """Read ``config.pbtxt``. Raises ExportError that names the file, line and column."""
     path = directory / CONFIG
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ExportError(f"{path}: not a file")
     try:
         with path.open("rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
@@ -164,19 +166,50 @@ def find_model_file(directory: Path, model: TritonModel) -> Path:
     raise ExportError(f"{directory}: there is no {wanted}")
 
 
-def forward_order(names: Sequence[str], parameters: Sequence[str]) -> list[int]:
-    """Positions in `names` in the order of forward's `parameters`, by Triton's rules for PyTorch.
+def forward_parameters(names: Sequence[str], parameters: Sequence[str]) -> dict[str, str]:
+    """Parameter of forward → the input that it gets, by Triton's rules for PyTorch.
 
-    ``INPUT__0``, ``INPUT__1`` say their position; the names of forward's own parameters theirs; else the order in the
-    configuration is that of forward.
+    Names that are all those of parameters mean these; ``INPUT__0``, ``INPUT__2`` mean parameters by number; else the
+    order in the configuration is that of forward. A parameter that is not mentioned keeps its default. Raises
+    ExportError for numbers that forward does not have, or has for another input, too.
     """
+    if set(names) <= set(parameters):
+        return {name: name for name in names}
+    places = _numbers(names)
+    if places is None:
+        return dict(zip(parameters, names, strict=False))
+    found: dict[str, str] = {}
+    for name, place in zip(names, places, strict=True):
+        if place >= len(parameters):
+            raise ExportError(
+                f"input {name!r} says that it is argument {place} of forward, counted from 0; there are "
+                f"{len(parameters)}: {', '.join(parameters)}"
+            )
+        if (other := found.setdefault(parameters[place], name)) != name:
+            raise ExportError(f"inputs {other!r} and {name!r} both say that they are argument {place} of forward")
+    return found
+
+
+def tensor_order(names: Sequence[str]) -> list[int]:
+    """Positions in `names` in the order of what forward returns: by number (``OUTPUT__0``, ``OUTPUT__1``), else as is.
+
+    Raises ExportError for numbers that are not those from 0 on, each once.
+    """
+    places = _numbers(names)
+    if places is None:
+        return list(range(len(names)))
+    if sorted(places) != list(range(len(names))):
+        raise ExportError(
+            f"{', '.join(names)} have the numbers {', '.join(map(str, places))}, want those from 0 to {len(names) - 1}",
+            hint=f"every output of forward has to be there; {_HANDLER}",
+        )
+    return sorted(range(len(names)), key=lambda i: places[i])
+
+
+def _numbers(names: Sequence[str]) -> list[int] | None:
+    """The numbers at the ends of the names; None when one has none."""
     found = [_INDEXED.fullmatch(name) for name in names]
-    places = [int(match[1]) for match in found if match is not None]
-    if len(places) == len(names) and len(set(places)) == len(places):
-        return sorted(range(len(names)), key=lambda i: places[i])
-    if sorted(names) == sorted(parameters):
-        return [names.index(parameter) for parameter in parameters]
-    return list(range(len(names)))
+    return [int(match[1]) for match in found if match is not None] if all(found) else None
 
 
 def _tensor(message: Any) -> TritonTensor:

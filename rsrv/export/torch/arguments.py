@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from rsrv.core.errors import ExportError, UsageError
+from rsrv.export.repository.triton import forward_parameters, tensor_order
 from rsrv.export.specs import InputSpec, parse_input_spec
 from rsrv.export.torch.dtypes import bundle_dtype, short, to_torch, torch_dtype
 
@@ -102,9 +104,20 @@ def bind(forward: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any] | N
     return _call(ordered, tuple(positional), keywords)
 
 
-def parameter_names(forward: Callable[..., Any]) -> list[str]:
-    """The names of forward's parameters, in order."""
-    return list(_signature(forward).parameters)
+def bind_as_triton(forward: Callable[..., Any], examples: Mapping[str, Any]) -> tuple[Call, list[str]]:
+    """The call of a forward for tensors with names of a Triton configuration, and these names in the order of the call.
+
+    See `forward_parameters` for what the names mean. Raises ExportError.
+    """
+    parameters = _signature(forward).parameters
+    names = list(examples)
+    open_ended = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    if len(names) > len(parameters) or any(one.kind in open_ended for one in parameters.values()):
+        ordered = [names[i] for i in tensor_order(names)]
+        return bind(forward, [examples[name] for name in ordered], None), ordered
+    chosen = forward_parameters(names, list(parameters))
+    call = bind(forward, {parameter: examples[name] for parameter, name in chosen.items()}, None)
+    return call, [chosen[parameter] for parameter in call.names]
 
 
 def input_spec(name: str, tensor: torch.Tensor) -> InputSpec:
@@ -201,6 +214,19 @@ def _tensor(name: str, leaf: Any) -> torch.Tensor | None:
 def _made_up(spec: InputSpec) -> torch.Tensor:
     """Values where the user gives none: from 0 to 1, zeros for integers."""
     dtype = torch_dtype(spec.dtype)
-    if not dtype.is_floating_point:
-        return torch.zeros(spec.shape, dtype=dtype)
-    return torch.linspace(0, 1, max(1, math.prod(spec.shape))).reshape(spec.shape).to(dtype)
+    with room_for(spec.name, spec.shape):
+        if not dtype.is_floating_point:
+            return torch.zeros(spec.shape, dtype=dtype)
+        return torch.linspace(0, 1, max(1, math.prod(spec.shape))).reshape(spec.shape).to(dtype)
+
+
+@contextmanager
+def room_for(name: str, shape: Sequence[int]) -> Iterator[None]:
+    """Around the making of an example that may be larger than memory. Raises ExportError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OverflowError, ValueError) as error:
+        raise ExportError(
+            f"an example of shape {list(shape)} for input {name!r} cannot be made: {str(error).partition(chr(10))[0]}",
+            hint="give smaller sizes",
+        ) from error

@@ -14,13 +14,13 @@ from rsrv.core.dtypes import DType
 from rsrv.core.errors import ExportError, UsageError
 from rsrv.core.tensors import DimKind, TensorSpec
 from rsrv.export.golden import Reference
-from rsrv.export.repository.triton import CONFIG, find_model_file, forward_order, read_triton_model
+from rsrv.export.repository.triton import CONFIG, find_model_file, read_triton_model
 from rsrv.export.specs import InputSpec
-from rsrv.export.torch.arguments import input_spec
+from rsrv.export.torch.arguments import bind_as_triton, input_spec
 from rsrv.export.torch.dtypes import as_declared, to_torch, torch_dtype
 from rsrv.export.torch.factory import load_model
 from rsrv.export.torch.model import TorchModel
-from rsrv.export.torch.sources import model_of, read_file
+from rsrv.export.torch.sources import forward_of, model_of, read_file
 
 
 class TorchOriginal:
@@ -68,13 +68,11 @@ class SourceOriginal:
         self._narrow = manifest.provenance.get("int64") == "narrow"
 
     def answering(self, specs: Sequence[TensorSpec]) -> Reference:
-        made = [torch.zeros(_spec(one).shape, dtype=torch_dtype(one.dtype)) for one in specs]
-        parameters = model_of(self._module, tuple(made), None).call.names
-        names = [spec.name for spec in specs]
-        order = forward_order(names, parameters)
-        model = model_of(self._module, tuple(made[i] for i in order), None)
+        zeros = {one.name: torch.zeros(_spec(one).shape, dtype=torch_dtype(one.dtype)) for one in specs}
+        call, names = bind_as_triton(forward_of(self._module), zeros)
+        model = model_of(self._module, call, None)
         _move(self._module, self._device)
-        return _answering(model, [names[i] for i in order], self._device, narrow=self._narrow)
+        return _answering(model, names, self._device, narrow=self._narrow)
 
 
 def _answering(model: TorchModel, names: Sequence[str], device: torch.device, *, narrow: bool) -> Reference:

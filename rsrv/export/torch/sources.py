@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rsrv.export.torch.dtypes import bundle_dtype
 from rsrv.export.torch.lowered import narrowed
 from rsrv.export.torch.model import ExportedModel, TorchModel
 from rsrv.export.torch.refusals import check_graph
-from rsrv.export.torch.torchscript import Wrap, holds_script, load_script
+from rsrv.export.torch.torchscript import Wrap, holds_script, load_script, require_forward
 from rsrv.export.torch.torchscript_model import ScriptModel
 
 
@@ -59,6 +59,16 @@ def read_file(path: Path) -> Any:
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise ExportError(f"{path} is no program of torch.export: {first}") from error
+
+
+def forward_of(module: Any) -> Callable[..., Any]:
+    """What is called of a model that `read_file` returned. Raises ExportError for a TorchScript module without it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        require_forward(module)
+    elif isinstance(module, torch.export.ExportedProgram):
+        module = module.module()
+    found: Callable[..., Any] = module.forward
+    return found
 
 
 def file_facts(path: Path) -> dict[str, Any]:

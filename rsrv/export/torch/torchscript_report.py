@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from rsrv.core.dtypes import DType
 from rsrv.core.errors import ExportError, RsrvError, UsageError
-from rsrv.export.repository.triton import TritonModel, find_model_file, forward_order, read_triton_model
+from rsrv.export.repository.triton import TritonModel, find_model_file, read_triton_model
 from rsrv.export.specs import InputSpec
-from rsrv.export.torch.arguments import Call, bind, parameter_names
+from rsrv.export.torch.arguments import Call, bind, bind_as_triton, room_for
 from rsrv.export.torch.dtypes import short, torch_dtype
 from rsrv.export.torch.refusals import check_graph, explain, operator_name
 from rsrv.export.torch.torchscript import explain_script, load_script, patched, require_forward, script_program
@@ -186,7 +187,7 @@ def _declared(config: TritonModel | None, inputs: Sequence[InputSpec]) -> Iterat
 
 def _call(script: Any, config: TritonModel | None, inputs: Sequence[InputSpec], size: int) -> Call:
     """A call on zeros. Raises UsageError, or ExportError when the examples are not those of forward."""
-    zeros = {one.name: torch.zeros(one.shape, dtype=torch_dtype(one.dtype)) for one in inputs}
+    zeros = {one.name: _zeros(one.name, one.shape, one.dtype) for one in inputs}
     if config is None:
         if not zeros:
             raise UsageError("the file does not say what it takes", hint="give --inputs NAME=DTYPE[SIZES] for each")
@@ -201,9 +202,13 @@ def _call(script: Any, config: TritonModel | None, inputs: Sequence[InputSpec], 
         if tensor.dtype is None:
             raise ExportError(f"input {tensor.name!r} is {tensor.data_type}, which no bundle can hold")
         sizes = (*lead, *(size if extent < 0 else extent for extent in tensor.dims))
-        zeros[tensor.name] = torch.zeros(sizes, dtype=torch_dtype(tensor.dtype))
-    order = forward_order(names, parameter_names(script.forward))
-    return bind(script.forward, [zeros[names[i]] for i in order], None)
+        zeros[tensor.name] = _zeros(tensor.name, sizes, tensor.dtype)
+    return bind_as_triton(script.forward, {name: zeros[name] for name in names})[0]
+
+
+def _zeros(name: str, shape: Sequence[int], dtype: DType) -> torch.Tensor:
+    with room_for(name, shape):
+        return torch.zeros(tuple(shape), dtype=torch_dtype(dtype))
 
 
 def _forward(script: Any, call: Call) -> tuple[str, ...]:

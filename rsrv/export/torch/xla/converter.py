@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +61,8 @@ class Converter:
             torch.export.save(program, saved)
             ending = self._run(saved, directory)
             report = _read_report(directory)
-            if (error := report.get("error")) is not None:
-                raise self._refused(str(error["kind"]), str(error["message"]))
+            if isinstance(error := report.get("error"), dict):
+                raise self._refused(str(error.get("kind")), str(error.get("message")))
             if ending is not None or not report:
                 words = _last_words(directory / "output")
                 raise ExportError(
@@ -144,8 +144,18 @@ def _read(directory: Path, report: Mapping[str, Any]) -> Conversion:
         np.frombuffer((directory / f"constant_{number}").read_bytes(), one["dtype"]).reshape(one["shape"])
         for number, one in enumerate(report["constants"])
     ]
-    arguments = [constants[which] if kind == "constant" else which for kind, which in report["arguments"]]
-    return Conversion((directory / "program.mlir").read_bytes(), tuple(arguments), report["versions"])
+    arguments = tuple(_argument(kind, which, constants) for kind, which in report["arguments"])
+    return Conversion((directory / "program.mlir").read_bytes(), arguments, dict(report["versions"]))
+
+
+def _argument(kind: str, which: Any, constants: Sequence[np.ndarray]) -> str | int | np.ndarray:
+    if kind == "weight" and isinstance(which, str):
+        return which
+    if kind == "input" and isinstance(which, int) and which >= 0:
+        return which
+    if kind == "constant" and isinstance(which, int) and 0 <= which < len(constants):
+        return constants[which]
+    raise ValueError(f"{[kind, which]!r} is no argument")
 
 
 def _last_words(output: Path) -> str:

@@ -112,7 +112,8 @@ class _Pool:
     def _parameter(self, target: str, graph: Graph) -> Weight:
         source = graph.source
         tensor = source.state_dict.get(target, source.constants.get(target))
-        assert isinstance(tensor, torch.Tensor), f"{target} has no value"
+        if not isinstance(tensor, torch.Tensor):
+            raise ExportError(f"torch-xla's program takes the weight {target!r}, which the model does not have")
         # One name for tied weights: that of the graph.
         used = {identity(weight.tensor): weight for weight in graph.weights}
         weight = used.get(identity(tensor)) or Weight(target.removeprefix(PREFIX), tensor)
