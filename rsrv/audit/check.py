@@ -10,7 +10,14 @@ from rsrv.audit.findings import CheckReport, Finding, Severity
 from rsrv.audit.golden import audit_process, golden_file_findings, replay_findings
 from rsrv.audit.parity import Tolerances
 from rsrv.audit.process import AuditProcess
-from rsrv.audit.programs import bindings_missing, parse_pool, program_findings, programs_of
+from rsrv.audit.programs import (
+    bindings_missing,
+    parse_pool,
+    program_findings,
+    program_label,
+    programs_of,
+    runnable_programs,
+)
 from rsrv.audit.weights import weights_findings
 from rsrv.bundle.digests import read_verified_program, verify_files
 from rsrv.bundle.directory import Bundle, inspect_bundle
@@ -201,12 +208,10 @@ def _replay_goldens(report: CheckReport, bundle: Bundle, process: AuditProcess, 
     goldens, findings = golden_file_findings(bundle)
     report.add("goldens", findings)
     broken = {finding.file for finding in report.errors}
-    for program in programs_of(bundle) if goldens else ():
-        check = f"{program[0]} goldens"
+    for program in runnable_programs(bundle) if goldens else ():
+        check = f"{program_label(program)} goldens"
         if program[0] in broken:
             report.skip(check, "the program has errors, so it was not run")
-        elif bundle.manifest.batching.dynamic:
-            report.skip(check, "programs with a symbolic batch axis are not run yet")
         elif (found := replay_findings(bundle, program, process, tolerances)) is None:
             report.skip(check, "no golden has the shapes of this program")
         else:

@@ -11,7 +11,7 @@ from rsrv.audit.check import check_bundle
 from rsrv.audit.golden import require_parity
 from rsrv.audit.parity import Tolerances
 from rsrv.audit.process import AuditProcess
-from rsrv.audit.programs import programs_of
+from rsrv.audit.programs import runnable_programs
 from rsrv.bundle.directory import open_bundle
 from rsrv.bundle.golden import Golden
 from rsrv.bundle.staging import final_name
@@ -59,7 +59,7 @@ def bundle_gate(
             with AuditProcess(backend=backend) if process is None else nullcontext(process) as runner:
                 bundle = replace(open_bundle(staged), name=final_name(staged))
                 try:
-                    require_parity(bundle, programs_of(bundle), goldens, runner, tolerances)
+                    require_parity(bundle, runnable_programs(bundle), goldens, runner, tolerances)
                 except BundleError as error:
                     raise _refusal(type(error), staged, error.message, error.rule, error.file, error.hint) from error
 

@@ -12,7 +12,7 @@ from rsrv.audit.findings import Finding
 from rsrv.audit.packing import golden_problem
 from rsrv.audit.parity import ParityReport, Tolerances, merge, tolerance_of
 from rsrv.audit.process import AuditProcess
-from rsrv.audit.programs import Program
+from rsrv.audit.programs import Program, program_label
 from rsrv.bundle.directory import Bundle
 from rsrv.bundle.files import GOLDEN
 from rsrv.bundle.golden import Golden, read_golden, write_golden
@@ -92,26 +92,26 @@ def replay_findings(
 ) -> list[Finding] | None:
     """What comes out when one program answers the goldens of its bundle; None when it takes none of them."""
     file, variant, batch_key = program
-    check = f"{file} goldens"
+    check = f"{program_label(program)} goldens"
     try:
         reports = process.replay(
             bundle, file, variant, batch_key, bundle.path / GOLDEN, chosen_tolerances(bundle, tolerances)
         )
     except ProgramError as error:
         return [Finding("error", check, error.message, rule=error.rule or "X-58", file=file, hint=error.hint)]
-    return parity_findings(check, file, merge(reports.values())) if reports else None
+    return parity_findings(check, program, merge(reports.values())) if reports else None
 
 
-def parity_findings(check: str, file: str, report: ParityReport) -> list[Finding]:
+def parity_findings(check: str, program: Program, report: ParityReport) -> list[Finding]:
     """An error per output that differs, a warning per output whose agreement proves little."""
     return [
         Finding(
             "error" if row.verdict == "mismatch" else "warning",
             check,
-            f"{file}: output {row.name!r}: {row.note}"
+            f"{program_label(program)}: output {row.name!r}: {row.note}"
             + (", so agreement proves little" if row.verdict == "unproven" else ""),
             rule="X-58",
-            file=file,
+            file=program[0],
         )
         for row in report.rows
         if row.note is not None
@@ -135,13 +135,14 @@ def require_parity(
     with golden_file(goldens) as path:
         reports = []
         for file, variant, batch_key in programs:
+            label = program_label((file, variant, batch_key))
             found = process.replay(bundle, file, variant, batch_key, path, chosen_tolerances(bundle, tolerances))
             if not found:
-                raise ParityMismatch(f"{file}: no golden has its shapes, so it is unproven", rule="X-58", file=file)
+                raise ParityMismatch(f"{label}: no golden has its shapes, so it is unproven", rule="X-58", file=file)
             report = merge(found.values())
             if not report.ok:
                 raise ParityMismatch(
-                    f"{file} does not compute what the framework computed: {report}",
+                    f"{label} does not compute what the framework computed: {report}",
                     rule="X-58",
                     file=file,
                     hint="a tolerance can be given where the model itself loses precision; a wrong lowering is a fault",

@@ -22,6 +22,7 @@ from rsrv.runtime.compile_child import Handler, serve_jobs
 from rsrv.runtime.device import Buffer, Device, Executable
 from rsrv.runtime.frames import Frame
 from rsrv.runtime.hooks import load_hooks
+from rsrv.stablehlo.policy import Policy, apply, tf32_capable
 
 Stamp = tuple[int | str, ...]
 
@@ -118,7 +119,9 @@ class _Programs:
         self, bundle: Bundle, message: dict[str, Any], chosen: Mapping[int, Golden]
     ) -> dict[int, dict[str, np.ndarray]]:
         device = self._opened_device()
-        executable = device.compile(read_program(bundle.path / message["file"]))
+        batch = message["batch_key"] if bundle.manifest.batching.dynamic else None
+        policy = Policy(tf32_capable=tf32_capable(device.platform, device.facts.get("compute capability")), batch=batch)
+        executable = device.compile(apply(read_program(bundle.path / message["file"]), policy).program)
         results = executable.signature.results
         if len(results) != len(bundle.manifest.executable_outputs):
             raise ProgramError(f"returns {len(results)} results, not those that the manifest declares", rule="B-9")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rsrv.audit.custom_calls import custom_call_findings
@@ -34,6 +34,23 @@ def programs_of(bundle: Bundle) -> list[Program]:
     return list(jobs.values())
 
 
+def runnable_programs(bundle: Bundle, batches: Sequence[int] | None = None) -> list[Program]:
+    """Every program as it is run: one that is specialised at load once for each size that the bundle lists.
+
+    `batches` replaces these sizes; of programs that have theirs it chooses.
+    """
+    if not bundle.manifest.batching.dynamic:
+        return [program for program in programs_of(bundle) if batches is None or program[2] in batches]
+    sizes = bundle.manifest.batching.compiled_batch_sizes if batches is None else batches
+    return [(file, variant, size) for file, variant, _ in programs_of(bundle) for size in sizes]
+
+
+def program_label(program: Program) -> str:
+    """What a program is called in a report: its file, and the batch size when that does not say it."""
+    file, _, batch_key = program
+    return file if not batch_key or f".b{batch_key}." in file else f"{file} at batch size {batch_key}"
+
+
 def bindings_missing() -> str | None:
     """Why programs cannot be read on this machine, or None when they can."""
     if importlib.util.find_spec("jaxlib") is None:
@@ -61,18 +78,27 @@ def program_findings(
     batch_key: int,
     weights: WeightsHeader | None,
 ) -> list[Finding]:
-    """What is wrong with one program; without a manifest only what can be said of the program alone."""
+    """What is wrong with one program; without a manifest only what can be said of the program alone.
+
+    One with a symbolic batch axis is also specialised to every size that the manifest lists, up to the first that does
+    not work; custom calls are those of what comes out, since assertions about sizes end there.
+    """
     try:
         report = pool.inspect(data)
+        problems = [] if manifest is None else check_signature(manifest, variant, batch_key, report, weights)
+        if manifest is not None and manifest.batching.dynamic and not problems:
+            for size in manifest.batching.compiled_batch_sizes:
+                report = pool.inspect(data, batch=size)
+                if found := check_signature(manifest, variant, size, report, weights):
+                    problems = [f"at batch size {size} {problem}" for problem in found]
+                    break
     except ProgramError as error:
         return [Finding("error", file, f"{file}: {error.message}", rule=error.rule, file=file, hint=error.hint)]
-    findings = [*custom_call_findings(file, report.custom_calls), *_donations(file, report)]
-    if manifest is not None:
-        findings += [
-            Finding("error", file, f"{file} {problem}", rule="B-11", file=file)
-            for problem in check_signature(manifest, variant, batch_key, report, weights)
-        ]
-    return findings
+    return [
+        *custom_call_findings(file, report.custom_calls),
+        *_donations(file, report),
+        *(Finding("error", file, f"{file} {problem}", rule="B-11", file=file) for problem in problems),
+    ]
 
 
 def _donations(file: str, report: ProgramReport) -> Iterator[Finding]:

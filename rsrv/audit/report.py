@@ -51,8 +51,7 @@ def _samples(report: VerifyReport) -> list[str]:
     if report.problem is not None:
         lines += [_cell(report.problem), ""]
     for program in report.programs:
-        batch = f", batch {program.batch_key}" if program.batch_key else ""
-        lines += [f"### {program.file}{batch}: {program.verdict}", ""]
+        lines += [f"### {program.label}: {program.verdict}", ""]
         lines += [f"- {_cell(report.sample_name(i))}: {_sample(parity)}" for i, parity in program.samples.items()]
         lines += [f"- {_cell(program.problem)}"] if program.problem is not None else []
         lines.append("")

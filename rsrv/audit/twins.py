@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from rsrv.audit.parity import compare
-from rsrv.audit.programs import programs_of
+from rsrv.audit.programs import Program, program_label, runnable_programs
 from rsrv.bundle.digests import read_verified_program
 from rsrv.bundle.directory import Bundle
 from rsrv.bundle.tensors import load_tensors
@@ -16,6 +16,7 @@ from rsrv.core.errors import ParityMismatch
 from rsrv.runtime.backends import open_device
 from rsrv.runtime.compile_pool import CompilePool
 from rsrv.runtime.device import Device, Executable, execute
+from rsrv.stablehlo.policy import Policy, apply
 from rsrv.stablehlo.signature import TensorType, numpy_dtype
 
 SEED = 1234
@@ -32,8 +33,8 @@ def require_same_answers(one: Bundle, other: Bundle) -> tuple[str, ...]:
     names = []
     with _cpu() as device, CompilePool(platform="cpu") as pool:
         weights = [_weights(bundle) for bundle in (one, other)]
-        for file, _, _ in programs_of(one):
-            pair = [_load(bundle, file, pool, device) for bundle in (one, other)]
+        for program in runnable_programs(one):
+            pair = [_load(bundle, program, pool, device) for bundle in (one, other)]
             taken = pair[0].signature.arguments[: len(one.manifest.executable_inputs)]
             inputs = [_sample(index, tensor) for index, tensor in enumerate(taken)]
             first, second = (
@@ -42,8 +43,9 @@ def require_same_answers(one: Bundle, other: Bundle) -> tuple[str, ...]:
             )
             report = compare(first, second)
             if not report.ok:
-                raise ParityMismatch(f"{file} gives other answers in {other.path}: {report}", rule="X-60", file=file)
-            names.append(file)
+                text = f"{program_label(program)} gives other answers in {other.path}: {report}"
+                raise ParityMismatch(text, rule="X-60", file=program[0])
+            names.append(program_label(program))
     return tuple(names)
 
 
@@ -56,11 +58,12 @@ def _cpu() -> Iterator[Device]:
         device.close()
 
 
-def _load(bundle: Bundle, file: str, pool: CompilePool, device: Device) -> Executable:
-    program = read_verified_program(bundle, bundle.path / file, "programs")
-    compiled = pool.compile(program)
+def _load(bundle: Bundle, program: Program, pool: CompilePool, device: Device) -> Executable:
+    data = read_verified_program(bundle, bundle.path / program[0], "programs")
+    policy = Policy(batch=program[2] if bundle.manifest.batching.dynamic else None)
+    compiled = pool.compile(data, policy=policy)
     if compiled.blob is None:
-        return device.compile(program)
+        return device.compile(apply(data, policy).program)
     return device.load(compiled.blob, compiled.report.signature)
 
 

@@ -15,7 +15,7 @@ from rsrv.audit.golden import audit_process, chosen_tolerances, golden_file, par
 from rsrv.audit.packing import golden_problem
 from rsrv.audit.parity import ParityReport, Tolerances, compare, merge, unanswered
 from rsrv.audit.process import AuditProcess
-from rsrv.audit.programs import Program, programs_of
+from rsrv.audit.programs import Program, program_label, runnable_programs
 from rsrv.audit.shapes import ProgramShapes, SizedInput
 from rsrv.bundle.digests import read_verified_program
 from rsrv.bundle.directory import Bundle, open_bundle
@@ -42,6 +42,15 @@ class VerifiedProgram:
     batch_key: int
     samples: Mapping[int, ParityReport] = field(default_factory=dict)
     problem: str | None = None
+
+    @property
+    def program(self) -> Program:
+        return self.file, self.variant, self.batch_key
+
+    @property
+    def label(self) -> str:
+        """Its file, and the batch size when that does not say it."""
+        return program_label(self.program)
 
     @property
     def parity(self) -> ParityReport:
@@ -132,11 +141,11 @@ class VerifyReport:
         if self.problem is not None:
             report.add("bundle", [Finding("error", "bundle", self.problem)])
         for program in self.programs:
-            check = f"{program.file} against {self.against}"
+            check = f"{program.label} against {self.against}"
             if program.problem is not None:
                 report.add(check, [Finding("error", check, program.problem, file=program.file)])
             else:
-                report.add(check, parity_findings(check, program.file, program.parity))
+                report.add(check, parity_findings(check, program.program, program.parity))
         return report
 
 
@@ -160,7 +169,8 @@ def verify_bundle(
         against: what they are compared with, for the report.
         goldens: samples with answers; rows are packed as the server packs them. Default: those of the bundle.
         sweep: instead, makes goldens of exactly the shapes of each program.
-        batches: only the programs for these batch sizes; default: all.
+        batches: only the programs for these batch sizes; default: all. A program with a symbolic batch axis is run at
+            any of them.
         tolerances: before those that the bundle states.
         process: where the programs run; default: a process of its own.
         limit: only so many of the goldens.
@@ -183,8 +193,6 @@ def verify_bundle(
         programs = _chosen(bundle, batches)
         if bundle.manifest.is_meta:
             report.is_meta = True
-        elif bundle.manifest.batching.dynamic:
-            report.problem = f"bundle {bundle.name!r}: programs with a symbolic batch axis are not run yet"
         elif sweep is not None:
             _sweep(report, bundle, programs, sweep, tolerances, process, ask)
         elif ask is not None:
@@ -219,15 +227,13 @@ def _goldens(bundle: Bundle) -> list[Golden]:
 
 
 def _chosen(bundle: Bundle, batches: Sequence[int] | None) -> list[Program]:
-    programs = programs_of(bundle)
-    if bundle.manifest.is_meta:
-        return programs
-    there = sorted({batch_key for _, _, batch_key in programs})
-    for batch in batches or ():
-        if batch not in there:
-            sizes = ", ".join(str(size) for size in there if size) or "none"
-            raise UsageError(f"bundle {bundle.name!r} has no program for batch size {batch}; sizes: {sizes}")
-    return [program for program in programs if batches is None or program[2] in batches]
+    there = sorted({batch_key for _, _, batch_key in runnable_programs(bundle)})
+    if not bundle.manifest.is_meta and not bundle.manifest.batching.dynamic:
+        for batch in batches or ():
+            if batch not in there:
+                sizes = ", ".join(str(size) for size in there if size) or "none"
+                raise UsageError(f"bundle {bundle.name!r} has no program for batch size {batch}; sizes: {sizes}")
+    return runnable_programs(bundle, batches)
 
 
 def _replay(
@@ -248,7 +254,7 @@ def _replay(
             if result.samples or result.problem:
                 report.programs.append(result)
             else:
-                report.skipped.append(Skipped(program[0], "no sample has the shapes of this program"))
+                report.skipped.append(Skipped(program_label(program), "no sample has the shapes of this program"))
 
 
 def _send(report: VerifyReport, bundle: Bundle, goldens: Sequence[Golden], tolerances: Tolerances, ask: Ask) -> None:

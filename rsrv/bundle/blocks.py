@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,10 @@ from rsrv.core.shapes import is_extent, is_integer
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 HOOK_MODES = ("thread", "process")
+MAX_PROCESSES = 256
+"""So that a slip of the pen does not fill a machine with interpreters."""
+MAX_SECONDS = 1e9
+"""As in the configuration: no clock, lock or poll of the system takes more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +107,30 @@ def read_hooks(value: object, problems: Problems, *, strict: bool) -> HooksSpec:
         problems.add("B-75", f"hooks.mode is {mode!r}, want one of {', '.join(HOOK_MODES)}", at=(*at, "mode"))
         mode = "thread"
     processes = value.get("processes")
-    if "processes" in value and not is_extent(processes):
-        problems.add("B-75", f"hooks.processes is {processes!r}, want an integer above 0", at=(*at, "processes"))
+    if "processes" in value and not _is_process_count(processes):
+        problems.add(
+            "B-75",
+            f"hooks.processes is {processes!r}, want an integer from 1 to {MAX_PROCESSES}",
+            at=(*at, "processes"),
+        )
         processes = None
     timeout = value.get("timeout_seconds")
     if "timeout_seconds" in value and not _is_duration(timeout):
         problems.add(
-            "B-75", f"hooks.timeout_seconds is {timeout!r}, want a number above 0", at=(*at, "timeout_seconds")
+            "B-75",
+            f"hooks.timeout_seconds is {timeout!r}, want a number above 0 and at most {MAX_SECONDS:g}",
+            at=(*at, "timeout_seconds"),
         )
         timeout = None
     return HooksSpec(mode, processes, None if timeout is None else float(timeout))
 
 
+def _is_process_count(value: object) -> bool:
+    return isinstance(value, int) and is_extent(value) and value <= MAX_PROCESSES
+
+
 def _is_duration(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_SECONDS
 
 
 def read_files(value: object, problems: Problems, *, strict: bool) -> Mapping[str, FileDigest]:

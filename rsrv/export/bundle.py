@@ -23,6 +23,7 @@ def export_bundle(
     dir: str | Path,  # noqa: A002 - the older system's name for it
     name: str | None = None,
     batch_sizes: Sequence[int] | None = (1,),
+    dynamic_batch: bool = False,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     input_batch_axes: Axes | None = None,
@@ -74,6 +75,8 @@ def export_bundle(
         dir: where the bundle goes; the directory's name is the model's name.
         name: must equal the directory's name when given.
         batch_sizes: one program per size; None: one program without a batch axis, as the examples are.
+        dynamic_batch: instead, one program with a symbolic batch axis, which servers specialise to `batch_sizes` or to
+            sizes that their operator prefers. Refused for a model in which the number itself matters.
         input_names: in order; default ``input``, or ``input_0``, ``input_1``, … A mapping of examples brings its own.
         output_names: in order; default ``output``, or ``output_0``, …; for a dict: the order of its keys.
         input_batch_axes: per input, in order or by name; default 0. Negative counts from the end.
@@ -127,6 +130,7 @@ def export_bundle(
         dir=path,
         name=path.name if name is None else name,
         batch_sizes=checked_batch_sizes(batch_sizes),
+        dynamic_batch=dynamic_batch,
         input_names=input_names,
         output_names=output_names,
         input_batch_axes=input_batch_axes,

@@ -20,6 +20,7 @@ from rsrv.audit.gate import bundle_gate
 from rsrv.audit.golden import parity_provenance
 from rsrv.bundle.golden import Golden
 from rsrv.bundle.iospec import IOSpec
+from rsrv.bundle.programs import ANY_BATCH
 from rsrv.bundle.writer import write_bundle
 from rsrv.core.dtypes import DType
 from rsrv.core.errors import ExportError
@@ -34,6 +35,7 @@ from rsrv.export.options import ExportOptions
 from rsrv.export.params import Params, Weight, flatten_params, named_weights
 from rsrv.export.provenance import export_provenance
 from rsrv.export.rows import require_independent_rows
+from rsrv.export.symbolic import batch_symbol, symbolic_batch
 from rsrv.export.usercode import user_code
 from rsrv.export.variants import Variants, resolve_variants
 from rsrv.stablehlo.artifact import DEFAULT_VERSION, serialize
@@ -44,7 +46,7 @@ TracedModel = Mapping[int, tuple[Trace, tuple[Output, ...]]]
 """Batch key → the function traced for it, and its outputs."""
 _ONE_SIZE = "let the function take the batch size from its inputs (x.shape[0]), or export it with batch_sizes=None"
 
-TESTED_JAX = ((0, 10), (0, 11))
+TESTED_JAX = ((0, 10), (0, 13))
 """Versions of JAX that the front ends were tested with: from the first to below the second."""
 
 
@@ -85,19 +87,27 @@ def _export_in_mode(
     precision = options.matmul_precision
     with jax.default_matmul_precision(precision) if precision is not None else nullcontext():
         effective = jax.config.jax_default_matmul_precision or "default"  # type: ignore[attr-defined]
-        traced = [_traced(model, options.programs) for model in models]
+        keys = options.compared if options.dynamic_batch else options.programs
+        traced = [_traced(model, keys) for model in models]
         traces = [trace for variant in traced for trace, _ in variant.values()]
+        # Behind the others, so that those keep their numbers.
+        symbol = batch_symbol() if options.dynamic_batch else None
+        first_symbolic = len(traces)
+        traces += [_symbolic_trace(model, symbol) for model in models if symbol is not None]
         outputs = _output_specs(models, traced, options)
         programs = Programs.of(models[0], traces, drop_unused_inputs=options.drop_unused_inputs)
         served = variants.only({example.name for example in programs.inputs})
         if options.row_check:
-            for first, examples in zip(count(step=len(options.programs)), served.sets, strict=False):
-                _check_rows(programs, first, options.programs, examples, outputs)
-        numbers = count()
+            for first, examples in zip(count(step=len(keys)), served.sets, strict=False):
+                _check_rows(programs, first, keys, examples, outputs)
+        numbers = count(0 if symbol is None else first_symbolic)
         modules = {
             key: {
-                size: serialize(programs.lower(next(numbers), size or None, platform, examples), version)
-                for size in options.programs
+                size: serialize(
+                    programs.lower(next(numbers), symbol if symbol is not None else size or None, platform, examples),
+                    version,
+                )
+                for size in (options.programs if symbol is None else (ANY_BATCH,))
             }
             for key, examples in zip(served.keys(), served.sets, strict=True)
         }
@@ -114,6 +124,7 @@ def _export_in_mode(
             executable_outputs=outputs,
             modules=modules if served.input_shapes() else modules[()],
             input_shapes=served.input_shapes(),
+            dynamic_batch_sizes=options.batch_sizes if options.dynamic_batch else None,
             weights=[(weight.name, weight.numpy()) for weight in programs.weights],
             client_inputs=options.client_inputs,
             client_outputs=options.client_outputs,
@@ -132,6 +143,7 @@ def _export_in_mode(
                     "matmul_precision": effective,
                     "x64": x64,
                     **({} if options.row_check else {"row_check": False}),
+                    **({"batch_export": "symbolic"} if options.dynamic_batch else {}),
                     **{
                         key: list(names)
                         for key, names in (
@@ -181,6 +193,11 @@ def _traced(model: Model, programs: Sequence[int]) -> dict[int, tuple[Trace, tup
             done = ", ".join(map(str, traced))
             raise ExportError(f"{error.message}\nIt can be traced at batch size {done}.", hint=_ONE_SIZE) from error
     return traced
+
+
+def _symbolic_trace(model: Model, symbol: Any) -> Trace:
+    with symbolic_batch():
+        return model.trace(symbol)[0]
 
 
 def _goldens(

@@ -17,6 +17,7 @@ from rsrv.export.captures import Trace, capture, inner_jaxprs, lift
 from rsrv.export.inputs import Example
 from rsrv.export.outputs import named_outputs
 from rsrv.export.params import Params, Weight, abstract
+from rsrv.export.symbolic import is_symbol, lower_symbolic
 from rsrv.export.usercode import user_code
 
 if TYPE_CHECKING:
@@ -32,11 +33,11 @@ class Model:
     examples: tuple[Example, ...]
     output_names: Sequence[str] | None = None
 
-    def input_specs(self, batch: int | None) -> list[jax.ShapeDtypeStruct]:
+    def input_specs(self, batch: Any) -> list[jax.ShapeDtypeStruct]:
         return [abstract(example.shape_at(batch), example.dtype.numpy) for example in self.examples]
 
-    def trace(self, batch: int | None) -> tuple[Trace, tuple[Output, ...]]:
-        """Trace the function for a batch of `batch` rows; None: with the examples' own shapes."""
+    def trace(self, batch: Any) -> tuple[Trace, tuple[Output, ...]]:
+        """Trace the function for a batch of `batch` rows, a number or a symbol; None: with the examples' own shapes."""
         names: list[str] = []
 
         def flat(*args: Any) -> list[jax.Array]:
@@ -107,13 +108,15 @@ class Programs:
             _slots=tuple(slots),
         )
 
-    def lower(self, index: int, batch: int | None, platform: str, inputs: Sequence[Example] | None = None) -> ir.Module:
-        """The StableHLO module of trace number `index`, which was traced for `batch`.
+    def lower(self, index: int, batch: Any, platform: str, inputs: Sequence[Example] | None = None) -> ir.Module:
+        """The StableHLO module of trace number `index`, which was traced for `batch`: a number, a symbol or None.
 
         `inputs` replaces `self.inputs` for a trace that was made with other shapes.
         """
         arguments = [abstract(one.shape_at(batch), one.dtype.numpy) for one in inputs or self.inputs]
         specs = [*arguments, *(weight.spec() for weight in self.weights)]
+        if is_symbol(batch):
+            return lower_symbolic(self._main(index), specs, platform)
         traced = jax.jit(self._main(index), keep_unused=True).trace(*specs)
         module: ir.Module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
         return module

@@ -32,6 +32,7 @@ class ExportOptions:
     dir: Path
     name: str
     batch_sizes: tuple[int, ...] | None = (1,)
+    dynamic_batch: bool = False
     input_names: Sequence[str] | None = None
     output_names: Sequence[str] | None = None
     input_batch_axes: Axes | None = None
@@ -88,6 +89,11 @@ class ExportOptions:
             raise ExportError(f"golden is {self.golden!r}, want a number of samples, 0 or more")
         if self.golden and GOLDEN in self.extra_files:
             raise ExportError(f"extra_files has {GOLDEN!r}, which golden={self.golden} writes")
+        if self.dynamic_batch and self.batch_sizes is None:
+            raise ExportError(
+                "dynamic_batch wants the batch sizes that a server is to compile, and batch_sizes is None",
+                hint="give batch_sizes, such as [1, 8, 32]",
+            )
         if self.int64 not in ("keep", "narrow"):
             raise ExportError(f"int64 is {self.int64!r}, want 'keep' or 'narrow'")
         if self.lowering not in ("torchax", "torch-xla"):
@@ -97,6 +103,10 @@ class ExportOptions:
                 "lowering 'torch-xla' and torch_xla_python (--torch-xla-python) belong together",
                 hint="torch_xla_python is the Python of an environment with torch-xla, see docs/export-torch.md",
             )
+        if self.dynamic_batch and self.lowering == "torch-xla":
+            raise ExportError(
+                "torch-xla makes no program with a symbolic batch axis", hint="leave lowering or dynamic_batch out"
+            )
         if self.dir.exists() and not self.overwrite:
             raise ExportError(f"{self.dir} exists", hint="overwrite=True (or --overwrite) replaces it as a whole")
 
@@ -104,6 +114,17 @@ class ExportOptions:
     def programs(self) -> tuple[int, ...]:
         """The batch keys to write: the batch sizes, or 0 alone for the one program without a batch axis."""
         return (0,) if self.batch_sizes is None else self.batch_sizes
+
+    @property
+    def compared(self) -> tuple[int, ...]:
+        """The batch keys to trace a model at: those of the programs, and the double of a single batch size, since batch
+        axes are found by comparing. Where one program serves all sizes, two are enough."""
+        sizes = self.programs
+        if self.batch_sizes is None:
+            return sizes
+        if len(sizes) == 1:
+            return (*sizes, 2 * sizes[0])
+        return (sizes[0], sizes[-1]) if self.dynamic_batch else sizes
 
 
 def checked_batch_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:

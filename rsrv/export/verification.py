@@ -12,7 +12,7 @@ import numpy as np
 from rsrv.audit.golden import stated_ranges
 from rsrv.audit.parity import ParityRow, Tolerances, compare
 from rsrv.audit.process import AuditProcess
-from rsrv.audit.programs import programs_of
+from rsrv.audit.programs import runnable_programs
 from rsrv.audit.samples import Sample, read_samples
 from rsrv.audit.shapes import ProgramShapes
 from rsrv.audit.verify import Ask, VerifyReport, verify_bundle
@@ -142,11 +142,10 @@ class Verification:
             return
         ranges = self._ranges(bundle, specs)
         with ProgramShapes(bundle) as shapes:
-            for program in programs_of(bundle):
-                if batches is None or program[2] in batches:
-                    inputs = shapes.of_clients(program) if hooks else shapes.of(program)
-                    for index, sample in enumerate(random_samples(inputs, count=self.count, ranges=ranges)):
-                        yield _rows(specs, sample), str(index), sample
+            for program in runnable_programs(bundle, batches):
+                inputs = shapes.of_clients(program) if hooks else shapes.of(program)
+                for index, sample in enumerate(random_samples(inputs, count=self.count, ranges=ranges)):
+                    yield _rows(specs, sample), str(index), sample
 
     def _reference(self, bundle: Bundle, process: AuditProcess, *, served: bool) -> tuple[Reference, bool]:
         """The original, and whether it is compared with what comes through the hooks of the bundle."""

@@ -11,20 +11,21 @@ import ctypes
 import json
 import os
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rsrv.core.errors import BundleError, RsrvError
 from rsrv.runtime.frames import Frame, FrameReader, read_frame, write_frame
+from rsrv.runtime.process import die_with_parent
+
+if TYPE_CHECKING:
+    from rsrv.runtime.compiled import Compiled
 
 NICENESS = 10
 """With SCHED_BATCH. Not 19 or SCHED_IDLE: where all cores are busy these leave 1 % and less, and a compilation of ten
 seconds would run into its deadline, which counts wall time."""
-
-_PR_SET_PDEATHSIG = 1
 
 Handler = Callable[[dict[str, Any], bytes], Frame]
 
@@ -34,19 +35,22 @@ def main() -> None:
 
 
 def serve_jobs(make_handler: Callable[[dict[str, Any]], Handler]) -> None:
-    """Answer jobs until the pipe ends. `make_handler` gets the settings of `compile_process.ChildSettings`, and time to
-    import what the jobs need."""
+    """Answer jobs until the pipe ends. The first frame only wakes this process: then `make_handler` gets the settings
+    of `compile_process.ChildSettings`, and time to import what the jobs need."""
     settings = json.loads(sys.argv[1])
-    _die_with_parent(settings["parent"])
+    die_with_parent(settings["parent"])
     _step_back()
     jobs, replies = settings["jobs"], settings["replies"]
     for fd in (jobs, replies):
         os.set_inheritable(fd, False)  # an assembler that XLA starts must not keep the pipes open
+    reader = FrameReader()
+    # Importing takes a second of CPU time that a server which finds all its executables in its cache needs itself.
+    if read_frame(jobs, reader) is None:
+        return
     handle = make_handler(settings)
     if settings["memory_bytes"] is not None:
         _limit_memory(settings["memory_bytes"])
     write_frame(replies, {"event": "ready"})
-    reader = FrameReader()
     while (frame := read_frame(jobs, reader)) is not None:
         write_frame(replies, {"event": "accepted"})  # from here on, a death is the program's fault
         write_frame(replies, *_answer(handle, *frame))
@@ -69,46 +73,53 @@ def _answer(handle: Handler, message: dict[str, Any], body: bytes) -> Frame:
 
 
 def _handler(settings: dict[str, Any]) -> Handler:
-    from rsrv.stablehlo.program import prepare, report
+    from rsrv.runtime.compiled import Compiled
+    from rsrv.stablehlo.policy import Applied, Policy, apply
+    from rsrv.stablehlo.program import Prepared, prepare, report
 
-    def inspect(body: bytes) -> Frame:
+    def inspect(message: dict[str, Any], body: bytes) -> Frame:
+        if (batch := message.get("batch")) is not None:
+            from rsrv.stablehlo.specialise import specialised
+
+            body = specialised(body, batch)
         return {"report": report(body).to_json()}, b""
+
+    def rewritten(message: dict[str, Any], body: bytes) -> tuple[Applied, Prepared]:
+        applied = apply(body, Policy.from_json(message["policy"]))
+        return applied, prepare(applied.program)
 
     if settings["parse_only"]:
 
         def handle(message: dict[str, Any], body: bytes) -> Frame:
             if message["job"] == "inspect":
-                return inspect(body)
+                return inspect(message, body)
             # For a fake device, which can load any bytes: the program stands for its own executable.
-            return {"report": prepare(body).report.to_json(), "seconds": 0.0, "serialized": True}, body
+            applied, prepared = rewritten(message, body)
+            return _compiled(Compiled(prepared.report, body, 0.0, 0, applied.summary, applied.warnings))
 
         return handle
 
     from rsrv.runtime.device import CompileOptions
-    from rsrv.runtime.pjrt import PjrtCompiler
+    from rsrv.runtime.pjrt import PjrtCompiler, scratch_bytes
 
     # The server's client may own all of a card's memory, so this one takes only what it needs.
     compiler = PjrtCompiler(settings["platform"], ordinal=settings["ordinal"], preallocate=False)
 
     def handle_all(message: dict[str, Any], body: bytes) -> Frame:
         if message["job"] == "inspect":
-            return inspect(body)
-        prepared = prepare(body)
+            return inspect(message, body)
+        applied, prepared = rewritten(message, body)
         start = time.monotonic()
         loaded = compiler.compile(prepared, CompileOptions.from_json(message["options"]))
         seconds = time.monotonic() - start
-        blob = compiler.serialize(loaded)
-        answer = {"report": prepared.report.to_json(), "seconds": seconds, "serialized": blob is not None}
-        return answer, blob or b""
+        blob, scratch = compiler.serialize(loaded), scratch_bytes(loaded)
+        return _compiled(Compiled(prepared.report, blob, seconds, scratch, applied.summary, applied.warnings))
 
     return handle_all
 
 
-def _die_with_parent(parent: int) -> None:
-    """The kernel ends this process with the thread that started it, which lives as long as its pool."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(0)
+def _compiled(compiled: Compiled) -> Frame:
+    return compiled.to_json(), compiled.blob or b""
 
 
 def _step_back() -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from rsrv.core.errors import CompileProcessError, ProgramError, ServerStopping
 from rsrv.runtime.compile_process import ChildLost, ChildSettings, CompileProcess
+from rsrv.runtime.compiled import Compiled
 from rsrv.runtime.device import CompileOptions
 from rsrv.runtime.frames import Frame
+from rsrv.stablehlo.policy import Policy
 from rsrv.stablehlo.signature import ProgramReport
 
 logger = logging.getLogger(__name__)
@@ -23,20 +24,10 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A program that compiled. `blob` is for `Device.load`; None means that it compiled but cannot be serialised, and
-    the caller compiles it again with `Device.compile`."""
-
-    report: ProgramReport
-    blob: bytes | None
-    compile_seconds: float
-
-
 class CompilePool:
     """Blocking and thread safe: a caller waits until a process is free. Use it as a context manager, or `close` it.
 
-    Create it before any gRPC object. The processes start at once and import jaxlib by themselves.
+    Create it before any gRPC object. The processes start at once and import jaxlib by themselves, when they are awake.
 
     Args:
         workers: number of processes.
@@ -46,6 +37,7 @@ class CompilePool:
         cpu_threads: ``NPROC`` of the processes; has to be that of the server, since it changes the code.
         parse_only: only `inspect` will be called; the processes create no device client.
         ordinal: which device to compile for (CUDA).
+        awake: let the processes import what they need at once, else at `wake` or when there is a job.
     """
 
     def __init__(
@@ -58,6 +50,7 @@ class CompilePool:
         cpu_threads: int | None = None,
         parse_only: bool = False,
         ordinal: int = 0,
+        awake: bool = True,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers is {workers}, wanted at least 1")
@@ -74,16 +67,17 @@ class CompilePool:
             cpu_threads=cpu_threads,
         )
         self._changed = threading.Condition()
-        self._idle: list[CompileProcess | OSError] = []
+        self._idle: list[CompileProcess | Exception] = []
         self._busy: set[CompileProcess] = set()
         self._wanted = workers
+        self._awake = awake
         self._closed = False
         # A process ends with the thread that started it, so one thread that lives as long as the pool starts them all.
         self._starter = threading.Thread(target=self._start_processes, name="compile-pool", daemon=True)
         self._starter.start()
         with self._changed:
             self._changed.wait_for(lambda: len(self._idle) == workers)
-            failure = next((item for item in self._idle if isinstance(item, OSError)), None)
+            failure = next((item for item in self._idle if isinstance(item, Exception)), None)
         if failure is not None:
             self.close()
             raise CompileProcessError(f"a compile process cannot be started: {failure}") from failure
@@ -95,22 +89,32 @@ class CompilePool:
             idle = [item for item in self._idle if isinstance(item, CompileProcess)]
             return tuple(child.pid for child in (*idle, *self._busy))
 
-    def inspect(self, program: bytes) -> ProgramReport:
-        """Parse `program`. Raises ProgramError, also when parsing it ended the process or took too long or too much."""
-        answer, _ = self._run("reading", {"job": "inspect"}, program)
+    def inspect(self, program: bytes, *, batch: int | None = None) -> ProgramReport:
+        """Parse `program`, specialised to `batch` when that is given. Raises ProgramError, also when parsing it ended
+        the process or took too long or too much."""
+        answer, _ = self._run("reading", {"job": "inspect", "batch": batch}, program)
         return ProgramReport.from_json(answer["report"])
 
-    def compile(self, program: bytes, options: CompileOptions = CompileOptions()) -> Compiled:  # noqa: B008
-        """Parse and compile `program`. Raises ProgramError, also when that ended the process or took too long or too
-        much memory."""
+    def compile(
+        self,
+        program: bytes,
+        options: CompileOptions = CompileOptions(),  # noqa: B008
+        policy: Policy = Policy(),  # noqa: B008
+    ) -> Compiled:
+        """Parse `program`, rewrite it as `policy` says and compile it. Raises ProgramError, also when that ended the
+        process or took too long or too much memory."""
         if not self._can_compile:
             raise RuntimeError("this CompilePool was made with parse_only=True")
-        answer, blob = self._run("compiling", {"job": "compile", "options": options.to_json()}, program)
-        return Compiled(
-            report=ProgramReport.from_json(answer["report"]),
-            blob=blob if answer["serialized"] else None,
-            compile_seconds=float(answer["seconds"]),
-        )
+        job = {"job": "compile", "options": options.to_json(), "policy": policy.to_json()}
+        return Compiled.from_json(*self._run("compiling", job, program))
+
+    def wake(self) -> None:
+        """There will be jobs: let the processes that wait for their first one prepare themselves."""
+        with self._changed:
+            self._awake = True
+            for item in self._idle:
+                if isinstance(item, CompileProcess):
+                    item.wake()
 
     def close(self) -> None:
         """End the processes. Calls that are waiting raise ServerStopping."""
@@ -193,7 +197,7 @@ class CompilePool:
                     return item
                 self._wanted += 1
                 self._changed.notify_all()
-                if isinstance(item, OSError):
+                if isinstance(item, Exception):
                     raise CompileProcessError(f"a compile process cannot be started: {item}") from item
                 logger.warning("compile_process_lost pid=%d while=idle", item.pid)
                 item.close()
@@ -221,11 +225,11 @@ class CompilePool:
                 if self._closed:
                     return
                 self._wanted -= 1
-            item: CompileProcess | OSError
+            item: CompileProcess | Exception
             try:
-                item = CompileProcess(self._settings)
-            except OSError as error:
-                item = error
+                item = CompileProcess(self._settings, awake=self._awake)
+            except Exception as error:
+                item = error  # whoever waits for a process is told
             with self._changed:
                 self._idle.append(item)
                 self._changed.notify_all()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rsrv.runtime.frames import Frame, FrameError, FrameReader, encode
+from rsrv.runtime.process import ending_of
 
 START_SECONDS = 120.0
 """How long a process may take until it is ready for its first job."""
@@ -67,16 +68,20 @@ class CompileProcess:
 
     Args:
         module: whose ``main`` runs there; it has to end in `compile_child.serve_jobs`.
+        awake: let it import what its jobs need at once, else at the first job or at `wake`.
     """
 
-    def __init__(self, settings: ChildSettings, module: str = "rsrv.runtime.compile_child") -> None:
+    def __init__(
+        self, settings: ChildSettings, module: str = "rsrv.runtime.compile_child", *, awake: bool = True
+    ) -> None:
         self._memory_bytes = settings.memory_bytes
         self._frames = FrameReader()
         self._tail = b""
         self._outgoing: list[memoryview] = []
         self._ready = False
         self._accepted = False
-        self._start_deadline = time.monotonic() + START_SECONDS
+        self._awake = False
+        self._start_deadline = 0.0
         fds: list[int] = []
         try:
             fds += os.pipe()
@@ -106,6 +111,8 @@ class CompileProcess:
         for fd in (self._jobs, self._replies, self._output):
             os.set_blocking(fd, False)
         self.pid = self._process.pid
+        if awake:
+            self.wake()
 
     @property
     def alive(self) -> bool:
@@ -115,6 +122,7 @@ class CompileProcess:
         """Send a job and wait for its answer. Raises ChildLost; the process is of no use afterwards."""
         self._accepted = False
         if not self._ready:
+            self.wake()
             self._next(self._start_deadline, None)
             self._ready = True
         deadline = time.monotonic() + timeout
@@ -123,6 +131,15 @@ class CompileProcess:
         self._next(deadline, limit)
         self._accepted = True
         return self._next(deadline, limit)
+
+    def wake(self) -> None:
+        """Have the process import what its jobs need, if it has not yet."""
+        if self._awake:
+            return
+        self._awake = True
+        self._start_deadline = time.monotonic() + START_SECONDS
+        with contextlib.suppress(BrokenPipeError):  # the first job will find out
+            os.write(self._jobs, b"".join(encode({"event": "wake"})))
 
     def kill(self) -> None:
         """End the process now; `close` still has to be called."""
@@ -212,7 +229,7 @@ class CompileProcess:
         if why == "died":
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=5.0)
-            ending = _ending(self._process.poll())
+            ending = ending_of(self._process.poll())
         self.kill()
         while self._listen():
             pass
@@ -221,19 +238,6 @@ class CompileProcess:
     def _last_words(self) -> str:
         lines = [line.strip() for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
         return f"; its last output: {' | '.join(lines[-_TAIL_LINES:])}" if lines else ""
-
-
-def _ending(returncode: int | None) -> str:
-    if returncode is None:
-        return "it closed its pipe"
-    if returncode >= 0:
-        return f"it ended with exit code {returncode}"
-    try:
-        name = signal.Signals(-returncode).name
-    except ValueError:
-        name = f"signal {-returncode}"
-    killer = " (often the kernel, when memory runs out)" if name == "SIGKILL" else ""
-    return f"it was ended by {name}{killer}"
 
 
 def _arguments(settings: ChildSettings, jobs: int, replies: int) -> str:

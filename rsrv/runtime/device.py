@@ -62,7 +62,13 @@ class Executable(Protocol):
 
 
 class Launch(Protocol):
-    """One execution that was checked and can no longer be refused."""
+    """One execution that was checked and can no longer be refused.
+
+    `download_ns` is how long `result` took to bring outputs to the host; 0 where device memory is host memory.
+    """
+
+    @property
+    def download_ns(self) -> int: ...
 
     def result(self) -> list[np.ndarray]:
         """Run to the end and return the outputs: read-only C-order arrays that stay valid for ever.
@@ -88,6 +94,11 @@ class Device(Protocol):
         ...
 
     @property
+    def facts(self) -> Mapping[str, str]:
+        """What executables depend on besides platform and kind, by name; for cache keys."""
+        ...
+
+    @property
     def unified(self) -> bool:
         """Device memory is host memory."""
         ...
@@ -97,9 +108,18 @@ class Device(Protocol):
         a `CompilePool` first."""
         ...
 
-    def load(self, blob: bytes, signature: ProgramSignature) -> Executable:
-        """Load what `serialize` or a `CompilePool` gave; `blob` is native code and must come from there. Raises
-        DeviceError."""
+    def load(
+        self,
+        blob: bytes,
+        signature: ProgramSignature,
+        *,
+        scratch_bytes: int | None = None,
+        custom_calls: Sequence[str] | None = None,
+    ) -> Executable:
+        """Load what `serialize` or a `CompilePool` gave; `blob` is native code and must come from there.
+
+        What is known of the program saves time: `scratch_bytes` need not be asked for, and libraries that none of its
+        `custom_calls` needs are not loaded. Raises DeviceError."""
         ...
 
     def serialize(self, executable: Executable) -> bytes | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import numpy as np
@@ -45,7 +46,7 @@ class FakeBuffer:
 
 
 class FakeExecutable:
-    __slots__ = ("code", "duration", "function", "name", "scratch_bytes", "signature")
+    __slots__ = ("__weakref__", "code", "duration", "function", "name", "scratch_bytes", "signature")
 
     def __init__(
         self, name: str, function: ProgramFunction, signature: ProgramSignature, duration: float, code: bytes | None
@@ -59,6 +60,8 @@ class FakeExecutable:
 
 
 class FakeLaunch:
+    download_ns = 0
+
     def __init__(self, device: FakeDevice, executable: FakeExecutable, buffers: list[FakeBuffer]) -> None:
         self._device = device
         self._executable = executable
@@ -99,6 +102,7 @@ class FakeDevice:
 
     platform = "fake"
     kind = "fake"
+    facts: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -138,7 +142,14 @@ class FakeDevice:
         self._require_open()
         return self.load(program, prepare(program).report.signature)
 
-    def load(self, blob: bytes, signature: ProgramSignature) -> Executable:
+    def load(
+        self,
+        blob: bytes,
+        signature: ProgramSignature,
+        *,
+        scratch_bytes: int | None = None,
+        custom_calls: Sequence[str] | None = None,
+    ) -> Executable:
         """`blob` may be anything: what the program does follows from its signature (see the class)."""
         self._require_open()
         rows = signature.results[0].shape[0] if signature.results and signature.results[0].shape else 1

@@ -1,4 +1,4 @@
-"""Loads the hooks of a bundle (``model.py``) and calls them. Running them on threads is `hook_pool`'s part."""
+"""Loads the hooks of a bundle (``model.py``) and calls them. On which thread or process is not decided here."""
 
 from __future__ import annotations
 
@@ -76,8 +76,10 @@ def _register(function: str, hooks: Hooks) -> None:
     registrations.calls.append((function, hooks))
 
 
-def load_hooks(path: Path, *, name: str, incarnation: int, meta: bool = False) -> Hooks:
+def load_hooks(path: Path, *, name: str, incarnation: int, meta: bool = False, source: bytes | None = None) -> Hooks:
     """Execute the ``model.py`` of bundle `name` in a fresh module and return what it registers.
+
+    `source` is what `path` held when somebody read it before; None = read it now.
 
     Raises BundleError (B-71, B-72): the file cannot be read or raises, registers nothing, registers twice, mixes module
     level functions with calls of `register_model`, or registers for the other kind of bundle. `bundle.hookfile` finds
@@ -91,7 +93,7 @@ def load_hooks(path: Path, *, name: str, incarnation: int, meta: bool = False) -
     registrations = _Registrations(str(path))
     token = _loading.set(registrations)
     try:
-        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+        exec(compile(path.read_bytes() if source is None else source, str(path), "exec"), module.__dict__)
     except BundleError:
         raise
     except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""Devices behind PJRT: the only module that touches how jaxlib compiles and executes. Tested with jaxlib 0.10.2 on CPU.
+"""Devices behind PJRT: the only module that touches how jaxlib compiles and executes. Tested with jaxlib 0.10 to 0.12.
 
 The CUDA path is written after the notes and the sources of jax and has not been run on a GPU. The CPU client is private
 (jax's own backends stay untouched) and synchronous: once a launch has its result, nothing reads the host memory of its
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, cast
@@ -39,6 +40,8 @@ _lapack: Any = import_module("jaxlib.cpu._lapack")
 _COPY = xla_client.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL
 _ALIAS = xla_client.HostBufferSemantics.ZERO_COPY
 _MAX_LAYOUTS = 16384
+# jaxlib 0.10 compares every result with the handler's type unless told not to; later versions never do.
+_UNCHECKED = (True,) if "_skip_checks" in (_jax.array_result_handler.__doc__ or "") else ()
 
 
 class PjrtCompiler:
@@ -85,6 +88,13 @@ class PjrtCompiler:
                 return None
             raise DeviceError(f"executable cannot be serialised: {summary(str(error))}") from error
 
+    def facts(self) -> dict[str, str]:
+        """What executables depend on besides platform and kind of the device."""
+        if self.platform == "cpu":
+            return {}
+        capability = getattr(self.device, "compute_capability", "unknown")
+        return {"libraries": str(self.client.platform_version), "compute capability": str(capability)}
+
     def load(self, blob: bytes) -> Any:
         try:
             return self.client.deserialize_executable(blob, self._devices, xla_client.CompileOptions())
@@ -105,10 +115,16 @@ class PjrtBuffer:
 
 
 class PjrtExecutable:
-    __slots__ = ("arguments", "handlers", "loaded", "scratch_bytes", "signature", "to_host")
+    __slots__ = ("__weakref__", "arguments", "handlers", "loaded", "scratch_bytes", "signature", "to_host", "unified")
 
     def __init__(
-        self, loaded: Any, signature: ProgramSignature, handlers: list[Any], to_host: list[Callable[[Any], np.ndarray]]
+        self,
+        loaded: Any,
+        signature: ProgramSignature,
+        handlers: list[Any],
+        to_host: list[Callable[[Any], np.ndarray]],
+        scratch: int,
+        unified: bool,
     ) -> None:
         self.loaded = loaded
         self.signature = signature
@@ -116,19 +132,19 @@ class PjrtExecutable:
         self.to_host = to_host
         # Interned types: comparing with those of the buffers is then one pointer comparison per argument.
         self.arguments = [tensor_type(tensor.dtype, tensor.shape) for tensor in signature.arguments]
-        stats = loaded.get_compiled_memory_stats()
-        # Neither peak_memory nor generated_code is usable on CPU (notes/pjrt-runtime.md, 9).
-        self.scratch_bytes = int(stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes)
+        self.scratch_bytes = scratch
+        self.unified = unified
 
 
 class PjrtLaunch:
-    __slots__ = ("_arrays", "_error", "_executable", "_outputs")
+    __slots__ = ("_arrays", "_error", "_executable", "_outputs", "download_ns")
 
     def __init__(self, executable: PjrtExecutable, arrays: list[Any]) -> None:
         self._executable = executable
         self._arrays = arrays
         self._outputs: list[np.ndarray] | None = None
         self._error: DeviceError | None = None
+        self.download_ns = 0
 
     def result(self) -> list[np.ndarray]:
         if self._outputs is None:
@@ -137,8 +153,11 @@ class PjrtLaunch:
             program = self._executable
             try:
                 results = program.loaded.execute_sharded(self._arrays).consume_with_handlers(program.handlers)
+                begin_ns = 0 if program.unified else _wait(results)
                 # Zero-copy on CPU: each array keeps its device buffer alive.
                 self._outputs = [convert(result) for convert, result in zip(program.to_host, results, strict=True)]
+                if begin_ns:
+                    self.download_ns = time.monotonic_ns() - begin_ns
             except Exception as error:
                 self._error = self._explain(error)
                 raise self._error from error
@@ -184,9 +203,8 @@ class PjrtDevice:
         self._compiler = PjrtCompiler(platform, ordinal=ordinal, mem_fraction=mem_fraction, preallocate=preallocate)
         self.platform: str = platform
         self.kind = str(self._compiler.device.device_kind)
+        self.facts = self._compiler.facts()
         self.unified = platform == "cpu"
-        if platform == "cpu":
-            _lapack.initialize()  # takes the kernels from scipy; a program that calls one before this segfaults
         self._device = self._compiler.device
         self._placement = [self._device]
         self._sharding = SingleDeviceSharding(self._device)
@@ -198,11 +216,20 @@ class PjrtDevice:
     def compile(self, program: bytes, options: CompileOptions = CompileOptions()) -> Executable:  # noqa: B008
         self._require_open()
         prepared = prepare(program)
+        self._require_kernels(prepared.report.custom_calls)
         return self._executable(self._compiler.compile(prepared, options), prepared.report.signature)
 
-    def load(self, blob: bytes, signature: ProgramSignature) -> Executable:
+    def load(
+        self,
+        blob: bytes,
+        signature: ProgramSignature,
+        *,
+        scratch_bytes: int | None = None,
+        custom_calls: Sequence[str] | None = None,
+    ) -> Executable:
         self._require_open()
-        return self._executable(self._compiler.load(blob), signature)
+        self._require_kernels(custom_calls)
+        return self._executable(self._compiler.load(blob), signature, scratch_bytes)
 
     def serialize(self, executable: Executable) -> bytes | None:
         return self._compiler.serialize(_own(executable).loaded)
@@ -268,16 +295,24 @@ class PjrtDevice:
         self._closed = True
         self._layouts.clear()
 
-    def _executable(self, loaded: Any, signature: ProgramSignature) -> PjrtExecutable:
+    def _executable(self, loaded: Any, signature: ProgramSignature, scratch: int | None = None) -> PjrtExecutable:
         # Handlers that know the type of each result, and the buffer protocol as the way to numpy, make a launch of a
         # small program twice as fast as disassemble_into_single_device_arrays, which works them out every time.
         dtypes = [numpy_dtype(tensor.dtype) for tensor in signature.results]
         handlers = [
-            _jax.array_result_handler(self._aval(tensor.shape, dtype), self._sharding, True, True)
+            _jax.array_result_handler(self._aval(tensor.shape, dtype), self._sharding, True, *_UNCHECKED)
             for tensor, dtype in zip(signature.results, dtypes, strict=True)
         ]
         to_host = [_view if self.unified and dtype.isbuiltin == 1 else _to_numpy for dtype in dtypes]
-        return PjrtExecutable(loaded, signature, handlers, to_host)
+        if scratch is None:
+            scratch = scratch_bytes(loaded)
+        return PjrtExecutable(loaded, signature, handlers, to_host, scratch, self.unified)
+
+    def _require_kernels(self, custom_calls: Sequence[str] | None) -> None:
+        """LAPACK's kernels come from scipy, whose import takes a third of a second; a program that calls one before it
+        has them segfaults. `custom_calls` is None when it is not known what the program calls."""
+        if self.platform == "cpu" and (custom_calls is None or custom_calls):
+            _lapack.initialize()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -295,6 +330,13 @@ class PjrtDevice:
         return layout
 
 
+def _wait(results: Sequence[Any]) -> int:
+    """Until a card has computed `results`, which until then are promises; the time at which it had."""
+    for result in results:
+        result.block_until_ready()
+    return time.monotonic_ns()
+
+
 _view: Callable[[Any], np.ndarray] = np.asarray
 
 
@@ -302,6 +344,13 @@ def _to_numpy(result: Any) -> np.ndarray:
     array: np.ndarray = result._single_device_array_to_np_array_did_copy()[0]
     array.flags.writeable = False
     return array
+
+
+def scratch_bytes(loaded: Any) -> int:
+    """What one run of a loaded executable takes besides its arguments: temporaries and outputs."""
+    stats = loaded.get_compiled_memory_stats()
+    # Neither peak_memory nor generated_code is usable on CPU (notes/pjrt-runtime.md, 9).
+    return int(stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes)
 
 
 def _own(executable: Executable) -> PjrtExecutable:

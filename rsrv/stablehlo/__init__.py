@@ -11,11 +11,13 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "DEFAULT_VERSION": ".artifact",
+        "Policy": ".policy",
         "Prepared": ".program",
         "ProgramReport": ".signature",
         "ProgramSignature": ".signature",
         "TensorType": ".signature",
         "artifact_version": ".artifact",
+        "apply": ".policy",
         "element_type": ".signature",
         "inspect_module": ".program",
         "numpy_dtype": ".signature",
@@ -24,6 +26,8 @@ __getattr__, __dir__, __all__ = attach(
         "readable_versions": ".artifact",
         "report": ".program",
         "serialize": ".artifact",
+        "specialised": ".specialise",
+        "tf32_capable": ".policy",
         "tensor_type": ".signature",
     },
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -60,29 +59,23 @@ def serialize(module: ir.Module | str | bytes, version: str = DEFAULT_VERSION) -
     """
     from jaxlib.mlir.passmanager import PassManager
 
-    from rsrv.stablehlo.mlir import context, diagnostics, ir, summary
+    from rsrv.stablehlo.mlir import bytecode, context, diagnostics, ir, summary
     from rsrv.stablehlo.program import foreign_dialect, parse, unportable_dialect
 
     _jax = import_module("jaxlib._jax")  # a binary module without stubs; jax.extend.mlir has the same function
     target = _resolve(version)
     # Through bytecode into a context of our own: the caller's module stays untouched, whatever passes run on the copy.
-    original = _bytecode(parse(module) if isinstance(module, (str, bytes)) else module)
+    original = bytecode(parse(module) if isinstance(module, (str, bytes)) else module)
     with context() as own, diagnostics(own) as messages:
         copy = ir.Module.parse(original)
         try:
             PassManager.parse("builtin.module(strip-debuginfo)").run(copy.operation)
-            return bytes(_jax.mlir.serialize_portable_artifact(_bytecode(copy), target))
+            return bytes(_jax.mlir.serialize_portable_artifact(bytecode(copy), target))
         except Exception as error:
             if (dialect := unportable_dialect(copy)) is not None:
                 raise foreign_dialect(dialect) from error
             text = str(error).partition("Detailed error from MLIR:")[2] or "; ".join(messages) or str(error)
             raise ProgramError(f"program cannot be written at StableHLO {target}: {summary(text)}") from error
-
-
-def _bytecode(module: ir.Module) -> bytes:
-    buffer = io.BytesIO()
-    module.operation.write_bytecode(buffer)
-    return buffer.getvalue()
 
 
 def _resolve(version: str) -> str:

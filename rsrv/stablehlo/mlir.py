@@ -5,6 +5,7 @@ Importing this module imports jaxlib (about 100 ms) but neither jax nor a device
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,7 +18,7 @@ try:
 except ModuleNotFoundError as error:  # pragma: no cover - the development environment has jaxlib
     raise ConfigError(f"StableHLO programs need jaxlib ({error})", hint="pip install 'rsrv[serve]'") from error
 
-__all__ = ["BYTECODE_MAGIC", "context", "diagnostics", "ir", "stablehlo", "summary"]
+__all__ = ["BYTECODE_MAGIC", "bytecode", "context", "diagnostics", "ir", "stablehlo", "summary"]
 
 BYTECODE_MAGIC = b"ML\xefR"
 
@@ -33,6 +34,13 @@ def context() -> ir.Context:
     for dialect in (stablehlo, chlo, sdy):
         dialect.register_dialect(fresh)
     return fresh
+
+
+def bytecode(module: ir.Module) -> bytes:
+    """`module` as plain MLIR bytecode, which only this version of jaxlib is sure to read."""
+    buffer = io.BytesIO()
+    module.operation.write_bytecode(buffer)
+    return buffer.getvalue()
 
 
 @contextmanager

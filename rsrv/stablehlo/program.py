@@ -6,13 +6,12 @@ A hostile program can end the process that parses it, so servers and `rsrv bundl
 
 from __future__ import annotations
 
-import io
 import re
 from dataclasses import dataclass
 
 from rsrv.core.errors import ProgramError
 from rsrv.stablehlo.artifact import artifact_version, require_readable
-from rsrv.stablehlo.mlir import BYTECODE_MAGIC, context, diagnostics, ir, stablehlo, summary
+from rsrv.stablehlo.mlir import BYTECODE_MAGIC, bytecode, context, diagnostics, ir, stablehlo, summary
 from rsrv.stablehlo.signature import ProgramReport, ProgramSignature, TensorType, numpy_dtype, tensor_type
 
 # Dialects that XLA's importer takes; anything else parses here and fails there.
@@ -109,9 +108,7 @@ def prepare(data: bytes | str) -> Prepared:
         except KeyError:
             raise ProgramError(f"program takes or returns {tensor}, an element type that no array can hold") from None
     if _clean(module):
-        buffer = io.BytesIO()
-        module.operation.write_bytecode(buffer)
-        return Prepared(found, buffer.getvalue())
+        return Prepared(found, bytecode(module))
     if isinstance(data, bytes) and not data.startswith(BYTECODE_MAGIC):
         return Prepared(found, data.decode())
     return Prepared(found, data)

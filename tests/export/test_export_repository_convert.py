@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -325,11 +326,12 @@ def test_a_process_that_is_killed_in_the_middle_leaves_no_half_bundle(tmp_path: 
         """Kill the process of the first model each time it has begun to write the bundle."""
         deadline = time.monotonic() + 150
         while time.monotonic() < deadline and not done.is_set():
-            for staged in (tmp_path / "out").glob(".rsrv-convert.*.partial/*/.first.*.partial"):
-                pid = int(staged.name.split(".")[-2])
-                if pid not in killed:
-                    os.kill(pid, signal.SIGKILL)
-                    killed.append(pid)
+            with contextlib.suppress(FileNotFoundError):  # directories come and go while they are looked through
+                for staged in (tmp_path / "out").glob(".rsrv-convert.*.partial/*/.first.*.partial"):
+                    pid = int(staged.name.split(".")[-2])
+                    if pid not in killed:
+                        os.kill(pid, signal.SIGKILL)
+                        killed.append(pid)
             done.wait(0.002)
 
     done = threading.Event()

@@ -14,6 +14,7 @@ from rsrv.core.errors import CompileProcessError, ProgramError, ServerStopping
 from rsrv.runtime import CompileOptions, CompilePool, FakeDevice, compile_process, execute
 from rsrv.runtime.compile_child import NICENESS
 from rsrv.stablehlo import ProgramSignature, TensorType, report, serialize
+from rsrv.stablehlo.policy import Policy
 
 F32 = TensorType("f32", (4,))
 ADD = b"""func.func @main(%a: tensor<4xf32>, %b: tensor<4xf32>) -> tensor<4xf32> {
@@ -370,6 +371,26 @@ def test_a_pool_for_a_fake_device_gives_what_the_fake_loads():
     device = FakeDevice()
     executable = device.load(compiled.blob, compiled.report.signature)
     assert execute(device, executable, [np.ones(4, np.float32)] * 2)[0].tolist() == [1.0] * 4
+
+
+def libraries(pid):
+    with open(f"/proc/{pid}/maps") as file:
+        return {line.split("/")[-1].strip() for line in file if ".so" in line}
+
+
+def test_processes_that_are_asleep_import_nothing_until_there_is_a_job():
+    with CompilePool(timeout_seconds=120.0, awake=False, workers=2) as pool:
+        pool.inspect(ADD)
+        loaded = [any(name.startswith("libjax") for name in libraries(pid)) for pid in pool.pids]
+        assert sorted(loaded) == [False, True]
+        pool.wake()
+        assert pool.compile(ADD).scratch_bytes == 16
+
+
+def test_a_policy_reaches_the_process_and_its_summary_comes_back(pool):
+    compiled = pool.compile(ADD, policy=Policy())
+    assert (compiled.report.signature.results, compiled.warnings) == ((F32,), ())
+    assert isinstance(compiled.summary, str)
 
 
 @pytest.mark.parametrize(("keywords", "words"), [({"workers": 0}, "workers is 0"), ({"platform": "tpu"}, "'tpu'")])

@@ -67,8 +67,10 @@ def test_the_given_module_is_left_as_it_was():
 
 def test_a_module_and_its_text_give_the_same_program():
     module = chlo_module()
-    from_text = serialize(str(module))
-    assert from_text == serialize(str(module).encode())
+    # The generic form: the short one of top_k has no is_stable from jaxlib 0.12 on.
+    text = module.operation.get_asm(print_generic_op_form=True)
+    from_text = serialize(text)
+    assert from_text == serialize(text.encode())
     assert str(parse(from_text)) == str(parse(serialize(module)))
 
 

@@ -19,6 +19,7 @@ from rsrv.audit.gate import bundle_gate
 from rsrv.audit.golden import parity_provenance
 from rsrv.bundle.golden import Golden
 from rsrv.bundle.iospec import IOSpec
+from rsrv.bundle.programs import ANY_BATCH
 from rsrv.bundle.writer import write_bundle
 from rsrv.core.errors import ExportError, ParityMismatch, ProgramError, SignatureMismatch
 from rsrv.export.axes import Traced, output_specs
@@ -26,6 +27,7 @@ from rsrv.export.golden import SEED, Range, golden_batches, golden_files, make_g
 from rsrv.export.inputs import Example
 from rsrv.export.options import ExportOptions
 from rsrv.export.provenance import export_provenance
+from rsrv.export.symbolic import batch_symbol, is_symbol, symbolic_batch
 from rsrv.export.torch.dtypes import as_declared, output_dtype, to_numpy, to_torch
 from rsrv.export.torch.facts import module_directory, require_tested, version_facts
 from rsrv.export.torch.graph import Graph
@@ -82,6 +84,11 @@ class _Export:
 
     def write(self) -> Path:
         """One graph for all batch sizes where that works, and is right; else one for each."""
+        if self.options.dynamic_batch:
+            with symbolic_batch():
+                made = self._dynamic()
+            assert made is not None, "dynamic_batch has batch sizes"
+            return self._written(made)
         made = None
         try:
             if (made := self._dynamic()) is not None:
@@ -101,17 +108,14 @@ class _Export:
         graphs = []
         for examples in self.variants.sets:
             axes = [example.batch_axis for example in examples if example.batch_axis is not None]
-            graph = self.model.export_dynamic(self._tensors(examples, 2), axes, largest=2 * max(sizes))
-            if graph is None:
-                return None
-            graphs.append(graph)
-        return self._make([dict.fromkeys(self._compared(), graph) for graph in graphs], dynamic=True)
+            graphs.append(self.model.export_dynamic(self._tensors(examples, 2), axes, largest=2 * max(sizes)))
+        return self._make([dict.fromkeys(self.options.compared, graph) for graph in graphs], dynamic=True)
 
     def _retraced(self) -> _Made:
         graphs: list[dict[int, Graph]] = []
         for examples in self.variants.sets:
             found: dict[int, Graph] = {}
-            for size in self._compared():
+            for size in self.options.compared:
                 try:
                     found[size] = self.model.export(self._tensors(examples, size))
                 except ExportError as error:
@@ -126,11 +130,6 @@ class _Export:
             graphs.append(found)
         return self._make(graphs, dynamic=False)
 
-    def _compared(self) -> tuple[int, ...]:
-        """The batch sizes to look at: those of the programs, and the double of a single one."""
-        sizes = self.options.programs
-        return (*sizes, 2 * sizes[0]) if self.options.batch_sizes is not None and len(sizes) == 1 else sizes
-
     def _make(self, graphs: Sequence[Mapping[int, Graph]], *, dynamic: bool) -> _Made:
         options = self.options
         traced: list[Traced] = [
@@ -141,7 +140,7 @@ class _Export:
         if unknown := sorted(set(options.axis_letters) - set(known)):
             raise ExportError(f"axis_letters names {unknown[0]!r}; the tensors are {', '.join(sorted(known))}")
         specs = output_specs(traced, options)
-        every = [variant[size] for variant in graphs for size in options.programs]
+        every = [variant[size] for variant in graphs for size in options.programs if size in variant]
         entry = Entry.of(
             every, self.names, drop_unused_inputs=options.drop_unused_inputs, order=self.model.weight_names()
         )
@@ -150,14 +149,18 @@ class _Export:
             return self._converted(graphs, specs, entry, served)
         precision = options.matmul_precision
         with jax.default_matmul_precision(precision) if precision is not None else nullcontext():
+            symbol = batch_symbol() if options.dynamic_batch else None
             modules = {
-                key: {
-                    size: entry.lower(variant[size], _at(examples, size), options.int64, self.platform, self.version)
-                    for size in options.programs
-                }
+                key: {ANY_BATCH: self._lower(entry, variant[options.programs[0]], examples, symbol)}
+                if symbol is not None
+                else {size: self._lower(entry, variant[size], examples, size) for size in options.programs}
                 for key, examples, variant in zip(served.keys(), served.sets, graphs, strict=True)
             }
         return _Made(dynamic, every[0], entry, served, specs, modules)
+
+    def _lower(self, entry: Entry, graph: Graph, examples: Sequence[Example], batch: Any) -> bytes:
+        """`batch`: a number, 0 for the examples' own shapes, or a symbol."""
+        return entry.lower(graph, _sized(examples, batch), self.options.int64, self.platform, self.version)
 
     def _converted(
         self, graphs: Sequence[Mapping[int, Graph]], specs: list[IOSpec], entry: Entry, served: Variants
@@ -169,7 +172,7 @@ class _Export:
         converter = Converter(Path(os.path.abspath(options.torch_xla_python)), options.matmul_precision or "default")
         lowered = lower_by_torch_xla(
             entry,
-            [(graphs[place][size], _at(served.sets[place], size)) for place, size in keys],
+            [(graphs[place][size], _sized(served.sets[place], size)) for place, size in keys],
             converter,
             int64=options.int64,
             version=self.version,
@@ -198,6 +201,7 @@ class _Export:
                     executable_outputs=made.outputs,
                     modules=made.modules if made.served.input_shapes() else made.modules[()],
                     input_shapes=made.served.input_shapes(),
+                    dynamic_batch_sizes=options.batch_sizes if options.dynamic_batch else None,
                     weights=[(weight.name, weight.numpy()) for weight in made.entry.weights],
                     client_inputs=options.client_inputs,
                     client_outputs=options.client_outputs,
@@ -287,7 +291,13 @@ class _Export:
             or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
             or "default",
             "int64": options.int64,
-            "batch_export": None if options.batch_sizes is None else "dynamic" if made.dynamic else "retraced",
+            "batch_export": None
+            if options.batch_sizes is None
+            else "symbolic"
+            if options.dynamic_batch
+            else "dynamic"
+            if made.dynamic
+            else "retraced",
             "parity": parity_provenance(proof, SEED, options.tolerances),
             "dropped_inputs": [name for name, used in zip(self.names, kept, strict=True) if not used],
             "dropped_weights": list(made.graph.dropped),
@@ -303,6 +313,7 @@ class _Export:
         ]
 
 
-def _at(examples: Sequence[Example], size: int) -> list[Example]:
-    """The examples with `size` rows; 0 leaves them as they are."""
-    return [replace(example, shape=example.shape_at(size or None)) for example in examples]
+def _sized(examples: Sequence[Example], batch: Any) -> list[Example]:
+    """The examples with `batch` rows: a number, or a symbol; 0 leaves them as they are."""
+    rows = batch if is_symbol(batch) else batch or None
+    return [replace(example, shape=example.shape_at(rows)) for example in examples]

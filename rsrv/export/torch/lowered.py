@@ -12,6 +12,7 @@ from rsrv.core.dtypes import DType
 from rsrv.core.errors import ExportError
 from rsrv.export.axes import Output
 from rsrv.export.inputs import Example
+from rsrv.export.symbolic import is_symbol, lower_symbolic
 from rsrv.export.torch.graph import Graph, abstract
 from rsrv.export.torch.weights import Weight
 from rsrv.stablehlo.artifact import serialize
@@ -51,7 +52,10 @@ class Entry:
         return cls(kept, tuple(sorted(weights.values(), key=lambda one: places.get(one.name, len(places)))))
 
     def lower(self, graph: Graph, examples: Sequence[Example], int64: str, platform: str, version: str) -> bytes:
-        """The program of `graph` for inputs of exactly the examples' shapes, `examples` being those in use."""
+        """The program of `graph` for inputs of exactly the examples' shapes, `examples` being those in use.
+
+        A batch size that is a symbol stays one. Raises ExportError.
+        """
         places = {weight.name: i for i, weight in enumerate(self.weights)}
         order = [places[weight.name] for weight in graph.weights]
         count = len(examples)
@@ -74,6 +78,8 @@ class Entry:
             *(abstract(example.shape, example.dtype) for example in examples),
             *(abstract(weight.shape, weight.dtype) for weight in self.weights),
         ]
+        if any(is_symbol(size) for example in examples for size in example.shape):
+            return serialize(lower_symbolic(main, specs, platform), version)
         traced = jax.jit(main, keep_unused=True).trace(*specs)
         return serialize(traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo"), version)
 

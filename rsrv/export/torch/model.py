@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +16,7 @@ from rsrv.export.torch.refusals import explain
 from rsrv.export.torch.tracing import PREFIX as PREFIX
 from rsrv.export.torch.tracing import FlatModule, evaluating, traced, tracing
 from rsrv.export.usercode import describe, user_code
-
-log = logging.getLogger(__name__)
+from rsrv.stablehlo.mlir import summary
 
 
 class TorchModel:
@@ -68,19 +66,21 @@ class TorchModel:
         except Exception as error:
             raise self._explain(error) from error
 
-    def export_dynamic(self, tensors: Sequence[torch.Tensor], axes: Sequence[int], largest: int) -> Graph | None:
-        """One graph for every batch size from 1 to `largest`, or None when torch.export fixes the size somewhere.
+    def export_dynamic(self, tensors: Sequence[torch.Tensor], axes: Sequence[int], largest: int) -> Graph:
+        """One graph for every batch size from 1 to `largest`. Raises ExportError when torch.export fixes the size.
 
         `tensors` have a batch of 2 rows or more along their `axes`.
         """
         if not self.can_be_dynamic:
-            return None
+            raise ExportError("a TorchScript module is converted for every batch size anew")
         batch = torch.export.Dim("batch", min=1, max=max(2, largest))
         try:
             return self._export(tensors, [{axis: batch} for axis in axes])
+        except RsrvError:
+            raise
         except Exception as error:
-            log.info("no dynamic batch, exporting every batch size for itself why=%s", str(error).partition("\n")[0])
-            return None
+            said = " ".join(str(error).split())
+            raise explain(error) or ExportError(f"torch.export fixes the batch size: {summary(said)}") from error
 
     def _export(self, tensors: Sequence[torch.Tensor], dims: list[dict[int, Any]] | None) -> Graph:
         with tracing(self.module):
