@@ -232,6 +232,7 @@ def _print_description(bundle: BundleDescription) -> None:
         ("kind", bundle.kind),
         ("format version", bundle.format_version),
         ("batch sizes", ", ".join(map(str, bundle.batch_sizes)) or None),
+        ("batch axis", "symbolic: programs are made for these sizes at load" if bundle.dynamic_batch else None),
         ("requests are merged", "yes" if bundle.coalesces else "no"),
         ("hooks", ", ".join(bundle.hooks) or None),
         ("calls", ", ".join(bundle.meta_calls) or None),

@@ -49,6 +49,7 @@ def jax(
     name: options.NameOption = None,
     batch_sizes: options.BatchSizesOption = None,
     no_batch: options.NoBatchOption = False,
+    dynamic_batch: options.DynamicBatchOption = False,
     inputs: options.InputsOption = None,
     shape_variants: options.ShapeVariantsOption = None,
     overwrite: options.OverwriteOption = False,
@@ -78,6 +79,7 @@ def jax(
 
     Example:
         rsrv export jax examples/models/flax_cnn.py:make --out models/cnn --batch-sizes 1,8,32 --golden 3
+        rsrv export jax net.py:make --out models/net --dynamic-batch --batch-sizes 1,8
         rsrv export jax mypackage.models:resnet --out models/resnet --inputs image=f32[1,224,224,3]
         rsrv export jax net.py:make --out models/net --shape-variant x=f32[1,64,64] --shape-variant x=f32[1,96,64]
     """
@@ -89,7 +91,7 @@ def jax(
     target = options.bundle_directory(out, name)
     options.require_choice("--matmul-precision", matmul_precision, "default", "high", "highest")
     options.require_choice("--platform", platform, "cpu", "cuda")
-    sizes = options.parse_batch_sizes(batch_sizes, no_batch)
+    sizes = options.parse_batch_sizes(batch_sizes, no_batch, dynamic_batch)
     ranges = dict(parse_range(text) for text in input_range or [])
     tolerances = parse_tolerances(tolerance or [])
     # stdout is for the result, whatever the model prints
@@ -102,6 +104,7 @@ def jax(
             made.inputs,
             dir=target,
             batch_sizes=sizes,
+            dynamic_batch=dynamic_batch,
             input_names=made.input_names,
             output_names=made.output_names,
             input_batch_axes=made.input_batch_axes,
@@ -137,6 +140,8 @@ def say_made(bundle: BundleDescription) -> None:
         for tensors in (bundle.executable_inputs, bundle.executable_outputs)
     )
     sizes = f"batch sizes {', '.join(map(str, bundle.batch_sizes))}" if bundle.batch_sizes else "no batch axis"
+    if bundle.dynamic_batch:
+        sizes += " from one program"
     if bundle.input_shapes:
         sizes += f", {len(bundle.input_shapes)} shape variants"
     weights = f"{bundle.weights.tensors} weights, {bundle.weights.bytes} bytes" if bundle.weights else "no weights"

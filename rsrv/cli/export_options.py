@@ -14,6 +14,12 @@ BatchSizesOption = Annotated[
     str | None, typer.Option("--batch-sizes", metavar="N,N,…", help="One program per size (default 1).")
 ]
 NoBatchOption = Annotated[bool, typer.Option("--no-batch", help="One program without a batch axis.")]
+DynamicBatchOption = Annotated[
+    bool,
+    typer.Option(
+        "--dynamic-batch", help="One program for all batch sizes; servers compile it for --batch-sizes or others."
+    ),
+]
 InputsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -80,13 +86,14 @@ def require_choice(option: str, value: str | None, *choices: str) -> None:
         raise UsageError(f"{option} {value} is none of {', '.join(choices)}")
 
 
-def parse_batch_sizes(text: str | None, no_batch: bool) -> list[int] | None:
-    """The values of ``--batch-sizes`` and ``--no-batch``. Raises UsageError."""
+def parse_batch_sizes(text: str | None, no_batch: bool, dynamic_batch: bool) -> list[int] | None:
+    """The values of ``--batch-sizes``, ``--no-batch`` and ``--dynamic-batch``. Raises UsageError."""
     from rsrv.core.errors import UsageError
 
     if no_batch:
-        if text is not None:
-            raise UsageError("--no-batch and --batch-sizes exclude each other")
+        if text is not None or dynamic_batch:
+            other = "--batch-sizes" if text is not None else "--dynamic-batch"
+            raise UsageError(f"--no-batch and {other} exclude each other")
         return None
     sizes = []
     for part in ("1" if text is None else text).split(","):

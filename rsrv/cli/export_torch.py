@@ -34,6 +34,7 @@ def torch(
     ] = None,
     batch_sizes: options.BatchSizesOption = None,
     no_batch: options.NoBatchOption = False,
+    dynamic_batch: options.DynamicBatchOption = False,
     inputs: options.InputsOption = None,
     shape_variants: options.ShapeVariantsOption = None,
     int64: Annotated[
@@ -90,7 +91,7 @@ def torch(
     options.require_choice("--platform", platform, "cpu", "cuda")
     options.require_choice("--int64", int64, "keep", "narrow")
     options.require_choice("--lowering", lowering, "torchax", "torch-xla")
-    sizes = options.parse_batch_sizes(batch_sizes, no_batch)
+    sizes = options.parse_batch_sizes(batch_sizes, no_batch, dynamic_batch)
     ranges = dict(parse_range(text) for text in input_range or [])
     tolerances = parse_tolerances(tolerance or [])
     variants = [parse_variant_spec(text) for text in shape_variants or []]
@@ -108,6 +109,7 @@ def torch(
             kwargs=made.kwargs,
             dir=target,
             batch_sizes=sizes,
+            dynamic_batch=dynamic_batch,
             input_names=made.input_names,
             output_names=made.output_names,
             input_batch_axes=made.input_batch_axes,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rsrv.cli import bundle, client, config, demo, env, errors, export, inspect, output, serve
+from rsrv.cli import bundle, cache, client, config, demo, env, errors, export, inspect, output, plan, serve, status
 
 app = typer.Typer(
     name="rsrv",
@@ -54,7 +54,10 @@ app.add_typer(inspect.app, name="inspect")
 app.command()(serve.serve)
 app.command()(client.infer)
 app.command()(client.models)
+app.command()(status.status)
+app.command()(plan.plan)
 app.add_typer(config.app, name="config")
+app.add_typer(cache.app, name="cache")
 app.command()(env.env)
 
 

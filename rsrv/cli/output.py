@@ -9,7 +9,7 @@ import json as _json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
@@ -17,6 +17,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from rsrv.core.errors import RsrvError
 
@@ -92,6 +93,28 @@ def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[obj
         _rich_table(title, columns, cells)
     else:
         _write(sys.stdout, "\n".join([*([title] if title else []), *_aligned([list(columns), *cells])]))
+
+
+def json_line(value: Any) -> None:
+    """Print `value` as one line of JSON on stdout, for a stream of them."""
+    _write(sys.stdout, _json.dumps(value, ensure_ascii=False, default=_plain))
+
+
+@contextmanager
+def refreshing() -> Iterator[Callable[[str | None, Sequence[str], Sequence[Sequence[object]]], None]]:
+    """A table that changes: what is yielded shows the next one, on a terminal in the place of the last one."""
+    if _mode != "human" or not sys.stdout.isatty():
+        yield table
+        return
+    from rich.live import Live
+
+    with Live(console=_console(sys.stdout), auto_refresh=False) as live:
+
+        def show(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+            cells = [[_cell(value) for value in row] for row in rows]
+            live.update(_grid(title, columns, cells), refresh=True)
+
+        yield show
 
 
 def note(text: str) -> None:
@@ -181,6 +204,14 @@ def error(error: RsrvError | str, *, hint: str | None = None) -> None:
         _styled("hint: ", "cyan", hint)
 
 
+def size(n_bytes: int) -> str:
+    """A number of bytes for people: ``1.5 GiB``."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:.1f} {unit}"
+    return f"{n_bytes} B"
+
+
 # --- how it reaches the terminal ----------------------------------------------------------------------------------
 
 
@@ -215,6 +246,10 @@ def _console(stream: TextIO) -> Console:
 
 
 def _rich_table(title: str | None, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    _console(sys.stdout).print(_grid(title, columns, cells))
+
+
+def _grid(title: str | None, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -229,7 +264,7 @@ def _rich_table(title: str | None, columns: Sequence[str], cells: Sequence[Seque
         grid.add_column(column, overflow="fold")
     for row in cells:
         grid.add_row(*(Text(_shown(cell, sys.stdout)) for cell in row))
-    _console(sys.stdout).print(grid)
+    return grid
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -85,14 +85,15 @@ def _serve(
         flags["endpoints.http_port"] = None
     if no_hooks:
         flags["hooks.allow"] = False
-    resolved = _resolve(repo, config, worker, flags)
+    resolved = resolve_config(repo, config, worker, flags)
 
     from rsrv.serve import serve as serve_worker
 
     serve_worker(resolved, on_listening=_announce)
 
 
-def _resolve(repo: Path | None, config: Path | None, worker: str | None, flags: dict[str, Any]) -> ResolvedConfig:
+def resolve_config(repo: Path | None, config: Path | None, worker: str | None, flags: dict[str, Any]) -> ResolvedConfig:
+    """The configuration that a command line means: REPO, or ``--config`` with ``--worker``. Raises UsageError."""
     from rsrv.core.config import load_node, resolve, worker_name
 
     if config is not None:

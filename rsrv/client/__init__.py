@@ -19,5 +19,6 @@ __getattr__, __dir__, __all__ = attach(
         "Server": ".server",
         "ServerMetadata": ".server",
         "TensorMeta": ".server",
+        "fetch_status": ".status",
     },
 )

@@ -4,6 +4,7 @@ from rsrv._lazy import attach
 
 _ERRORS = (
     "BundleError",
+    "CacheError",
     "Cancelled",
     "Code",
     "CompileProcessError",
@@ -75,6 +76,7 @@ __getattr__, __dir__, __all__ = attach(
         "StagingPool": ".staging",
         "TensorSpec": ".tensors",
         "VARIABLE": ".tensors",
+        "WorkerStatus": ".status",
         "aligned_empty": ".memory",
         "auto_letters": ".shapes",
         "parse_letters": ".shapes",

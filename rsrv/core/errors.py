@@ -226,6 +226,12 @@ class CompileProcessError(RsrvError):
     code, reason = Code.INTERNAL, "compile_process"
 
 
+class CacheError(RsrvError):
+    """The directory of the executable cache, or an entry of it, cannot be used."""
+
+    code, reason = Code.FAILED_PRECONDITION, "cache"
+
+
 class ExportError(RsrvError):
     code, reason = Code.INVALID_ARGUMENT, "export"
 

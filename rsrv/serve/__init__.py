@@ -6,6 +6,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "RunningServer": ".worker",
+        "plan_memory": ".memory_plan",
         "register_heartbeat": ".observe",
         "register_meta_model": "rsrv.runtime.hooks",
         "register_model": "rsrv.runtime.hooks",

@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,10 @@ _LOOK_SECONDS = 0.5
 
 MAX_FILES = 1 << 16
 
+SWITCH_SECONDS = 0.001
+"""How long a thread may keep the GIL when another wants it. CPython's 5 ms make a request, which changes threads four
+times, wait up to 20 ms while a bundle is loaded; at 0.1 ms the switching itself costs a third more per request."""
+
 FORCED_EXIT = 128
 """A second signal ends the process at once with this plus the signal's number, as a shell would report it."""
 
@@ -56,6 +61,7 @@ def serve(
     Raises ConfigError, PortTaken, DeviceError, or whatever a serve guard raises. A model that fails raises nothing.
     """
     tune_malloc()
+    sys.setswitchinterval(SWITCH_SECONDS)
     raise_file_limit()
     resolved = _resolve(config, worker)
     observe.check_guards(resolved.config)

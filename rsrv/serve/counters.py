@@ -1,25 +1,42 @@
-"""What the request path counts: a few additions under one short lock per request. `metrics` turns it into series."""
+"""What the request path counts: it writes down what a request took, and that is summed up later, many at a time.
+
+`metrics` turns it into series.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
 
 LATENCY_BOUNDS = tuple(0.001 * 2**k for k in range(14))
 """Upper bounds in seconds of the latency histogram: 1 ms … 8.192 s."""
 STAGE_BOUNDS = tuple(0.00001 * 4**k for k in range(10))
 """Upper bounds in seconds of the stage histograms: 10 µs … 2.6 s."""
-STAGES = ("decode", "preprocess", "queue", "run", "postprocess", "encode")
-"""Where a request's time goes; `run` is upload, execution and download of its batch."""
+STAGES = ("decode", "preprocess", "queue", "upload", "run", "download", "postprocess", "encode")
+"""Where a request's time goes; `upload`, `run` and `download` are those of the whole batch that it was in."""
+TRITON_STAGES = {
+    "queue": ("queue",),
+    "compute_input": ("decode", "preprocess", "upload"),
+    "compute_infer": ("run",),
+    "compute_output": ("download", "postprocess", "encode"),
+}
+"""Triton's four parts of a request as ours; each of its requests goes through all four, so they share one count."""
 
 UNKNOWN_MODEL = "_unknown"
 """Label of requests whose model is not registered: a client's string must not become a series."""
 
 
+_FOLD = 256
+"""Answered requests that are written down before they are summed up, which then costs half a microsecond each."""
 _LATENCY_NS = tuple(round(bound * 1e9) for bound in LATENCY_BOUNDS)
 _STAGE_NS = tuple(round(bound * 1e9) for bound in STAGE_BOUNDS)
+_LATENCY_BOUNDS, _STAGE_BOUNDS = np.array(_LATENCY_NS), np.array(_STAGE_NS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +63,13 @@ class RequestSnapshot:
     fail_ns: int
     last_unix_ms: int
 
+    def stage_ns(self, *names: str) -> int:
+        """All the time that answered requests spent in these stages."""
+        return sum(self.stages[name].total_ns for name in names)
+
 
 class RequestCounters:
-    """Counts the ModelInfer calls of one model name."""
+    """Counts the ModelInfer calls of one model name. Thread safe."""
 
     __slots__ = (
         "_latency",
@@ -56,6 +77,7 @@ class RequestCounters:
         "_lock",
         "_stages",
         "_stages_ns",
+        "_written",
         "fail_count",
         "fail_ns",
         "last_unix_ms",
@@ -69,10 +91,11 @@ class RequestCounters:
     def __init__(self, name: str) -> None:
         self.name = name
         self._lock = threading.Lock()
-        # Histograms as plain lists: counts by upper bound with one more for the rest, and sums.
-        self._latency = [0] * (len(_LATENCY_NS) + 1)
+        self._written: deque[tuple[int, ...]] = deque()
+        # Histograms: counts by upper bound with one more for the rest, and sums.
+        self._latency = np.zeros(len(_LATENCY_NS) + 1, np.int64)
         self._latency_ns = 0
-        self._stages = tuple([0] * (len(_STAGE_NS) + 1) for _ in STAGES)
+        self._stages = np.zeros((len(STAGES), len(_STAGE_NS) + 1), np.int64)
         self._stages_ns = [0] * len(STAGES)
         self.ok = 0
         self.ok_ns = 0
@@ -82,20 +105,14 @@ class RequestCounters:
         self.rows = 0
         self.last_unix_ms = 0
 
-    def succeeded(self, total_ns: int, rows: int, stages_ns: tuple[int, int, int, int, int, int]) -> None:
+    def succeeded(self, total_ns: int, rows: int, stages_ns: tuple[int, ...]) -> None:
         """Count an answered request; `stages_ns` in the order of `STAGES`, a negative value = it had no such stage."""
-        with self._lock:
-            self.ok += 1
-            self.ok_ns += total_ns
-            self.rows += rows
-            self._latency[bisect_left(_LATENCY_NS, total_ns)] += 1
-            self._latency_ns += total_ns
-            stages, sums = self._stages, self._stages_ns
-            for stage, stage_ns in enumerate(stages_ns):
-                if stage_ns >= 0:
-                    stages[stage][bisect_left(_STAGE_NS, stage_ns)] += 1
-                    sums[stage] += stage_ns
-            self.last_unix_ms = int(time.time() * 1000)
+        self.last_unix_ms = time.time_ns() // 1_000_000
+        written = self._written
+        written.append((total_ns, rows, *stages_ns))
+        if len(written) >= _FOLD:
+            with self._lock:
+                self._fold()
 
     def failed(self, total_ns: int, status: str) -> None:
         """Count a request that ended with another status than OK."""
@@ -106,14 +123,33 @@ class RequestCounters:
             self._latency[bisect_left(_LATENCY_NS, total_ns)] += 1
             self._latency_ns += total_ns
 
+    def _fold(self) -> None:
+        """Sum up what is written down. The lock is held, but nobody needs it to write on."""
+        written = self._written
+        taken = [written.popleft() for _ in range(len(written))]
+        if not taken:
+            return
+        flat = np.fromiter(chain.from_iterable(taken), np.int64, len(taken) * len(taken[0]))
+        total_ns, rows, *stages = flat.reshape(len(taken), -1).T
+        self.ok += len(taken)
+        self.ok_ns += int(total_ns.sum())
+        self.rows += int(rows.sum())
+        self._latency += _binned(_LATENCY_BOUNDS, total_ns)
+        self._latency_ns += int(total_ns.sum())
+        for stage, stage_ns in enumerate(stages):
+            stage_ns = stage_ns[stage_ns >= 0]
+            self._stages[stage] += _binned(_STAGE_BOUNDS, stage_ns)
+            self._stages_ns[stage] += int(stage_ns.sum())
+
     def snapshot(self) -> RequestSnapshot:
         with self._lock:
+            self._fold()
             return RequestSnapshot(
                 name=self.name,
                 statuses={**({"OK": self.ok} if self.ok else {}), **self.other},
-                latency=HistogramSnapshot(_LATENCY_NS, tuple(self._latency), self._latency_ns),
+                latency=HistogramSnapshot(_LATENCY_NS, tuple(self._latency.tolist()), self._latency_ns),
                 stages={
-                    stage: HistogramSnapshot(_STAGE_NS, tuple(counts), total_ns)
+                    stage: HistogramSnapshot(_STAGE_NS, tuple(counts.tolist()), total_ns)
                     for stage, counts, total_ns in zip(STAGES, self._stages, self._stages_ns, strict=True)
                 },
                 rows=self.rows,
@@ -123,6 +159,11 @@ class RequestCounters:
                 fail_ns=self.fail_ns,
                 last_unix_ms=self.last_unix_ms,
             )
+
+
+def _binned(bounds: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """How many values are up to and including each bound, and how many are above the last."""
+    return np.bincount(np.searchsorted(bounds, values), minlength=len(bounds) + 1)
 
 
 class ServerCounters:

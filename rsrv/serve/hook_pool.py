@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from rsrv.core.errors import DeadlineExceeded, HookError, ServerStopping
+from rsrv.core.errors import DeadlineExceeded, HookError, RsrvError, ServerStopping
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,15 @@ class Job:
         self.answered = False
 
 
+def _matters(due_ns: int, number: int, job: Job, worker: _Worker | None) -> bool:
+    """A job whose deadline has passed is answered, but while it runs its thread still has a time limit."""
+    return not job.answered or (worker is not None and worker.job is job)
+
+
+def _spent(*_: Any) -> None:
+    """In the place of what an answered job no longer needs."""
+
+
 class _Worker:
     __slots__ = ("job", "thread", "written_off")
 
@@ -64,13 +73,15 @@ class _Worker:
 class HookPool:
     """At most `size` threads that count, started as they are needed. All methods are thread safe."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, *, name: str = "rsrv-hook") -> None:
+        self.size = size
+        self._name = name
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._workers: set[_Worker] = set()
         self._outstanding = 0
         self._closed = False
+        self._end: RsrvError = ServerStopping("the server is stopping")
         self._names = itertools.count()
         # The watch: (due in ns, tie break, job, worker whose thread is written off then, or None for a deadline).
         self._due: list[tuple[int, int, Job, _Worker | None]] = []
@@ -80,24 +91,26 @@ class HookPool:
         self.lost_threads = 0
 
     def submit(self, job: Job) -> None:
-        """Queue a job. A closed pool answers it at once with ServerStopping."""
+        """Queue a job. A closed pool answers it at once."""
         with self._lock:
             closed = self._closed
             if not closed:
                 self._outstanding += 1
-                if self._outstanding > len(self._workers) and len(self._workers) < self._size:
+                if self._outstanding > len(self._workers) and len(self._workers) < self.size:
                     self._start_worker()
                 if job.deadline_ns:
                     self._watch_over(job.deadline_ns, job, None)
                 self._jobs.put(job)
         if closed:
-            self._answer(job, None, ServerStopping("the server is stopping"))
+            self._answer(job, None, self._end)
 
-    def close(self, timeout: float = 1.0) -> None:
-        """Answer queued jobs with ServerStopping and end the threads; one that still runs user code is left behind."""
+    def close(self, timeout: float = 1.0, *, error: RsrvError | None = None) -> None:
+        """End the threads; one that still runs user code is left behind. Jobs that are queued, and new ones, are
+        answered with `error`, ServerStopping by default."""
         with self._lock:
             if self._closed:
                 return
+            self._end = error or self._end
             self._closed = True
             workers, watch = list(self._workers), self._watch
             self._changed.notify_all()
@@ -117,7 +130,7 @@ class HookPool:
         worker = _Worker()
         # Daemon: user code that never returns must not keep the process alive.
         worker.thread = threading.Thread(
-            target=self._work, args=(worker,), name=f"rsrv-hook-{next(self._names)}", daemon=True
+            target=self._work, args=(worker,), name=f"{self._name}-{next(self._names)}", daemon=True
         )
         self._workers.add(worker)
         worker.thread.start()
@@ -136,7 +149,7 @@ class HookPool:
             if skip:
                 continue
             if stopping:
-                self._answer(job, None, ServerStopping("the server is stopping"))
+                self._answer(job, None, self._end)
                 continue
             value: Any = None
             error: BaseException | None = None
@@ -150,14 +163,18 @@ class HookPool:
                 worker.job = None
                 self._outstanding -= 1
             self._answer(job, value, error)
+            job = value = error = None  # a thread that waits holds no tensors
 
     def _answer(self, job: Job, value: Any, error: BaseException | None) -> None:
         with self._lock:
             if job.answered:
                 return
             job.answered = True
+            done = job.done
+            # The watch keeps a job until its time limit has passed; the tensors of its request need not wait for that.
+            job.run = job.done = _spent
         try:
-            job.done(value, error)
+            done(value, error)
         except BaseException:
             log.exception("answer of a hook could not be delivered job=%s", job.what)
 
@@ -165,7 +182,7 @@ class HookPool:
         """Under the lock."""
         due = self._due
         if len(due) > 2 * self._outstanding + _HEAP_SLACK:
-            due[:] = [entry for entry in due if not entry[2].answered]
+            due[:] = [entry for entry in due if _matters(*entry)]
             heapq.heapify(due)
         self._watched += 1
         heapq.heappush(due, (due_ns, self._watched, job, worker))

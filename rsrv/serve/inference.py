@@ -20,6 +20,7 @@ from rsrv.core.errors import (
     DeadlineExceeded,
     HookError,
     InvalidRequest,
+    ModelFailed,
     RsrvError,
     ServerStopping,
     Shed,
@@ -129,6 +130,7 @@ class Inference:
         self._max_lost = max_lost
         self._on_hooks_lost = on_hooks_lost
         self._lost: dict[tuple[str, int], int] = {}
+        self._given_up: set[tuple[str, int]] = set()
         self._lost_lock = threading.Lock()
 
     def handle(self, call: Call) -> None:
@@ -154,7 +156,14 @@ class Inference:
         with self._lost_lock:
             lost = self._lost[key] = self._lost.get(key, 0) + 1
         if lost == max(self._max_lost, 1):
+            self._given_up.add(key)
             self._on_hooks_lost(prepared.model.name, lost)
+
+    def require_hooks(self, prepared: Prepared) -> None:
+        """Raises ModelFailed when the hooks of this incarnation hung too often: a request that was accepted before must
+        not cost a thread any more."""
+        if self._given_up and (prepared.model.name, prepared.model.incarnation) in self._given_up:
+            raise ModelFailed(f"model {prepared.model.name!r} failed: too many of its hooks did not return in time")
 
 
 class _Request:
@@ -215,6 +224,8 @@ class _Request:
         if prepared.hooks.preprocess is None:
             self._submit(inputs)
         else:
+            # An overloaded worker does not pay for preparing what it will refuse.
+            self.server.scheduler.admit(prepared.model, self.deadline_ns)
             self._run_hook("preprocess", read_all(inputs), self._preprocessed)
 
     def _keep_outputs(self, message: RequestMessage, prepared: Prepared) -> None:
@@ -254,10 +265,12 @@ class _Request:
         now_ns = time.monotonic_ns()
         if self.counters is not None:
             decode, preprocess, postprocess = self.stages_ns
+            upload, download = result.upload_ns, result.download_ns
+            run = result.compute_ns - upload - download
             self.counters.succeeded(
                 now_ns - self.started_ns,
                 self.rows,
-                (decode, preprocess, result.queue_ns, result.compute_ns, postprocess, now_ns - begin_ns),
+                (decode, preprocess, result.queue_ns, upload, run, download or -1, postprocess, now_ns - begin_ns),
             )
         self._tell()
         try:
@@ -309,14 +322,18 @@ class _Request:
     # --- hooks ----------------------------------------------------------------------------------------------------
 
     def _run_hook(self, role: str, arrays: Arrays, then: Callable[[Arrays, int], None]) -> None:
-        prepared = self.prepared
-        hook = getattr(prepared.hooks, role)
+        prepared, server = self.prepared, self.server
+        hook, processes = getattr(prepared.hooks, role), prepared.processes
 
         def run() -> tuple[Arrays, int]:
             if self.cancelled:
                 raise Cancelled("the caller cancelled the request")
             begin_ns = time.monotonic_ns()
-            result = call_hook(hook, arrays, model=self.model_name, role=role)
+            if processes is not None:
+                result = hook(arrays)
+            else:
+                server.require_hooks(prepared)
+                result = call_hook(hook, arrays, model=self.model_name, role=role)
             return result, time.monotonic_ns() - begin_ns
 
         def done(value: Any, error: BaseException | None) -> None:
@@ -327,14 +344,15 @@ class _Request:
             except BaseException as raised:
                 self.fail(raised)
 
-        self.server.hook_pool.submit(
+        pool = server.hook_pool if processes is None else processes.pool
+        pool.submit(
             Job(
                 run,
                 done,
                 what=f"hook {role} of model {self.model_name!r}",
-                timeout=prepared.hook_timeout,
+                timeout=prepared.hook_timeout if processes is None else None,  # it is the process that is ended
                 deadline_ns=self.deadline_ns,
-                lost=lambda: self.server.hook_lost(prepared),
+                lost=lambda: server.hook_lost(prepared),
             )
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from rsrv.serve.loading.progress import ProgramCounts
 from rsrv.serve.registry import Progress, ReadyWhen, Registry
 
 State = Literal["starting", "serving", "stopping", "stopped", "failed"]
@@ -22,14 +23,27 @@ class Readiness:
     phase: str
     reason: str
     progress: Progress
+    programs: ProgramCounts
 
 
 class Lifecycle:
-    """Thread safe. `on_change` is called after every change of state."""
+    """Thread safe. `on_change` is called after every change of state.
 
-    def __init__(self, registry: Registry, ready_when: ReadyWhen) -> None:
+    `stuck` says which execution has run for too long, if one has: until it returns the server is not ready. `programs`
+    counts what was compiled so far.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        ready_when: ReadyWhen,
+        stuck: Callable[[], str] = lambda: "",
+        programs: Callable[[], ProgramCounts] = ProgramCounts,
+    ) -> None:
         self._registry = registry
         self._ready_when = ready_when
+        self._stuck = stuck
+        self._programs = programs
         self._lock = threading.Lock()
         self._state: State = "starting"
         self.phase = "device"
@@ -53,7 +67,7 @@ class Lifecycle:
     def readiness(self) -> Readiness:
         state = self._state
         if state in ("starting", "serving"):
-            reason = self._registry.waiting_for(self._ready_when)
+            reason = self._registry.waiting_for(self._ready_when) or self._stuck()
         else:
             reason = f"the server is {state}"
-        return Readiness(not reason, state, self.phase, reason, self._registry.progress())
+        return Readiness(not reason, state, self.phase, reason, self._registry.progress(), self._programs())

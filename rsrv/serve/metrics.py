@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -14,21 +16,26 @@ from prometheus_client.core import (
     Metric,
 )
 
+from rsrv.serve import triton_metrics
 from rsrv.serve.lifecycle import STATES
 from rsrv.serve.registry import ModelState
 from rsrv.serve.series import PREFIX, SERIES, Series
 
 if TYPE_CHECKING:
-    from rsrv.core.shm import RegionRegistry
-    from rsrv.runtime.device import Device
-    from rsrv.serve.counters import HistogramSnapshot, ServerCounters
-    from rsrv.serve.hook_pool import HookPool
-    from rsrv.serve.inference import Admission
-    from rsrv.serve.lifecycle import Lifecycle
-    from rsrv.serve.registry import Registry
-    from rsrv.serve.scheduler import Scheduler
+    from rsrv.serve.counters import HistogramSnapshot
+    from rsrv.serve.sources import Sources
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+ROW_BOUNDS = tuple(2**k for k in range(11))
+"""Upper bounds of the histogram of rows: 1 … 1024."""
+
+
+class _Histogram(NamedTuple):
+    """What prometheus_client wants to know: (upper bound, how many were up to it), and the sum of all values."""
+
+    buckets: list[tuple[str, int]]
+    total: float
 
 
 class WorkerMetrics:
@@ -36,26 +43,14 @@ class WorkerMetrics:
 
     def __init__(
         self,
+        sources: Sources,
         *,
-        registry: Registry,
-        lifecycle: Lifecycle,
-        scheduler: Scheduler,
-        counters: ServerCounters,
-        admission: Admission,
-        hook_pool: HookPool,
-        regions: RegionRegistry | None,
-        device: Device,
         info: Mapping[str, str],
         constant_labels: Mapping[str, str],
+        triton_compat: bool = False,
     ) -> None:
-        self._registry = registry
-        self._lifecycle = lifecycle
-        self._scheduler = scheduler
-        self._counters = counters
-        self._admission = admission
-        self._hook_pool = hook_pool
-        self._regions = regions
-        self._device = device
+        self._sources = sources
+        self._triton_compat = triton_compat
         self._info = dict(info)
         self._constant = {name: value for name, value in constant_labels.items() if value}
         self._exposition = CollectorRegistry(auto_describe=False)
@@ -65,7 +60,10 @@ class WorkerMetrics:
 
     def text(self) -> bytes:
         """The text exposition, format 0.0.4."""
-        return generate_latest(self._exposition)
+        text = generate_latest(self._exposition)
+        if self._triton_compat:
+            text += triton_metrics.exposition(self._sources, self._constant).encode()
+        return text
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client at every scrape."""
@@ -80,20 +78,23 @@ class WorkerMetrics:
     # --- what there is to tell: (name, values of the series' labels, value) -----------------------------------------
 
     def _samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+        sources = self._sources
         yield "info", tuple(self._info.get(label, "") for label in SERIES["info"].labels), 1
         for state in STATES:
-            yield "state", (state,), int(self._lifecycle.state == state)
+            yield "state", (state,), int(sources.lifecycle.state == state)
         yield from self._model_samples()
         yield from self._request_samples()
         yield from self._scheduler_samples()
-        yield "inflight_requests", (), self._admission.in_flight
-        yield "max_concurrent_requests", (), self._admission.limit
-        yield "requests_shed_total", (), self._admission.shed
-        yield "hook_threads_lost_total", (), self._hook_pool.lost_threads
-        if self._regions is not None:
-            yield "shm_regions", (), len(self._regions)
-            yield "shm_region_bytes", (), self._regions.total_bytes
-        memory = self._device.memory()
+        yield "inflight_requests", (), sources.admission.in_flight
+        yield "max_concurrent_requests", (), sources.admission.limit
+        yield "requests_shed_total", (), sources.admission.shed
+        yield "hook_threads_lost_total", (), sources.hook_pool.lost_threads
+        yield "hook_processes_lost_total", (), sources.hook_processes_lost()
+        yield from self._program_samples()
+        if sources.regions is not None:
+            yield "shm_regions", (), len(sources.regions)
+            yield "shm_region_bytes", (), sources.regions.total_bytes
+        memory = sources.device.memory()
         if memory is not None:
             yield "device_memory_in_use_bytes", (), memory.bytes_in_use
             if memory.peak_bytes_in_use is not None:
@@ -103,8 +104,9 @@ class WorkerMetrics:
                 yield "device_memory_free_bytes", (), memory.bytes_limit - memory.bytes_in_use
 
     def _model_samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+        sources = self._sources
         loaded = resident_bytes = 0
-        for entry in self._registry.entries():
+        for entry in sources.registry.entries():
             for state in ModelState:
                 yield "model_state", (entry.name, state.value), int(entry.state is state)
             if entry.prepared is None:
@@ -120,21 +122,41 @@ class WorkerMetrics:
         yield "models_resident", (), loaded
         yield "resident_weight_bytes", (), resident_bytes
 
+    def _program_samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+        sources = self._sources
+        counts = sources.programs()
+        yield "programs", (), counts.total
+        yield "programs_loaded_total", ("cache",), counts.cache
+        yield "programs_loaded_total", ("compiled",), counts.compiled
+        yield "programs_loaded_total", ("shared",), counts.shared
+        yield "compile_seconds_total", (), counts.compile_seconds
+        if sources.cache is not None:
+            stats = sources.cache.stats
+            yield "cache_lookups_total", ("hit",), stats.hits
+            yield "cache_lookups_total", ("miss",), stats.misses
+            yield "cache_lookups_total", ("rejected",), stats.rejected
+            yield "cache_stored_total", (), stats.stored
+            yield "cache_evicted_total", (), stats.evicted
+
     def _request_samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-        for counters in self._counters.snapshots():
+        sources = self._sources
+        for counters in sources.counters.snapshots():
             for status, count in sorted(counters.statuses.items()):
                 yield "requests_total", (counters.name, status), count
-            yield "request_latency_seconds", (counters.name,), counters.latency
+            yield "request_latency_seconds", (counters.name,), _in_seconds(counters.latency)
             for stage, histogram in counters.stages.items():
                 if any(histogram.counts):
-                    yield "stage_seconds", (counters.name, stage), histogram
+                    yield "stage_seconds", (counters.name, stage), _in_seconds(histogram)
 
     def _scheduler_samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-        for name, stats in sorted(self._scheduler.stats().items()):
+        sources = self._sources
+        yield "dispatch_stuck", (), int(sources.scheduler.stuck is not None)
+        for name, stats in sorted(sources.scheduled().items()):
             yield "dispatch_total", (name,), stats.dispatch_count
             yield "compute_seconds_total", (name,), stats.total_compute_seconds
             yield "requests_served_total", (name,), stats.requests_served
             yield "rows_served_total", (name,), stats.rows_served
+            yield "batch_rows", (name,), _by_rows(stats.batch_rows)
             yield "padding_rows_total", (name,), stats.padding_rows
             yield "queue_depth", (name,), stats.queue_depth
             for batch_key, count in sorted(stats.batch_keys.items()):
@@ -161,7 +183,7 @@ class WorkerMetrics:
     def _add(self, family: Metric, series: Series, labels: tuple[str, ...], value: Any) -> None:
         values = [*labels, *(text for label, text in self._constant.items() if label not in series.labels)]
         if isinstance(family, HistogramMetricFamily):
-            family.add_metric(values, buckets=list(_buckets(value)), sum_value=value.total_ns / 1e9)
+            family.add_metric(values, buckets=value.buckets, sum_value=value.total)
         elif isinstance(family, (CounterMetricFamily, GaugeMetricFamily)):
             family.add_metric(values, value)
 
@@ -187,9 +209,18 @@ def gpu_label(platform: str, ordinal: int, environ: Mapping[str, str] = os.envir
     return tokens[ordinal] if ordinal < len(tokens) else str(ordinal)
 
 
-def _buckets(histogram: HistogramSnapshot) -> Iterable[tuple[str, int]]:
-    total = 0
-    for bound_ns, count in zip(histogram.bounds_ns, histogram.counts, strict=False):
-        total += count
-        yield str(bound_ns / 1e9), total
-    yield "+Inf", total + histogram.counts[-1]
+def _in_seconds(histogram: HistogramSnapshot) -> _Histogram:
+    bounds = [str(bound_ns / 1e9) for bound_ns in histogram.bounds_ns]
+    return _Histogram(_cumulative(bounds, histogram.counts), histogram.total_ns / 1e9)
+
+
+def _by_rows(counts: Mapping[int, int]) -> _Histogram:
+    binned = [0] * (len(ROW_BOUNDS) + 1)
+    for rows, count in counts.items():
+        binned[bisect_left(ROW_BOUNDS, rows)] += count
+    bounds = [str(float(bound)) for bound in ROW_BOUNDS]
+    return _Histogram(_cumulative(bounds, binned), sum(rows * count for rows, count in counts.items()))
+
+
+def _cumulative(bounds: Iterable[str], counts: Sequence[int]) -> list[tuple[str, int]]:
+    return list(zip((*bounds, "+Inf"), accumulate(counts), strict=True))

@@ -17,6 +17,7 @@ from rsrv.core.errors import ModelFailed, ModelPreparing, RsrvError, UnknownMode
 if TYPE_CHECKING:
     from rsrv.bundle.manifest import Manifest
     from rsrv.runtime.hooks import Hooks
+    from rsrv.serve.hook_processes.processes import HookProcesses
     from rsrv.serve.scheduler.model import ServableModel
     from rsrv.serve.validate import OutputCheck, RowCheck, TensorCheck
 
@@ -49,6 +50,8 @@ class Prepared:
         outputs: checks requested outputs.
         client_outputs: checks what `postprocess` returns; None without a `postprocess`.
         hook_timeout: seconds that one hook call may take, None = no limit.
+        numerics: what was done about the arithmetic of its programs, in one line.
+        processes: where the hooks run; None = on the threads of the server's hook pool.
     """
 
     model: ServableModel
@@ -59,6 +62,8 @@ class Prepared:
     outputs: OutputCheck
     client_outputs: TensorCheck | None
     hook_timeout: float | None
+    numerics: str = ""
+    processes: HookProcesses | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

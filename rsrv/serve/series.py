@@ -52,7 +52,8 @@ SERIES = {
             "stage_seconds",
             "histogram",
             ("model", "stage"),
-            "Where the time of answered requests went; run = upload, execution and download.",
+            "Where the time of answered requests went; upload, run and download are those of the batch. No download is "
+            "measured where the device's memory is the host's.",
         ),
         Series("inflight_requests", "gauge", (), "ModelInfer calls being handled."),
         Series("max_concurrent_requests", "gauge", (), "Most ModelInfer calls that are handled at a time."),
@@ -76,6 +77,7 @@ SERIES = {
             ("model",),
             "Rows that executions served; per dispatch: the effective batch.",
         ),
+        Series("batch_rows", "histogram", ("model",), "Rows that an execution served, without padding."),
         Series("padding_rows_total", "counter", ("model",), "Rows that were computed for nobody."),
         Series(
             "dispatches_by_batch_size_total",
@@ -87,6 +89,7 @@ SERIES = {
         Series(
             "queue_wait_seconds", "gauge", ("model", "quantile"), "Wait before the launch, over the last 1024 requests."
         ),
+        Series("dispatch_stuck", "gauge", (), "1 while an execution runs for longer than it may."),
         Series("dispatch_errors_total", "counter", ("model", "reason"), "Executions that failed."),
         Series(
             "requests_dropped_total",
@@ -95,6 +98,25 @@ SERIES = {
             "Requests that were accepted or offered and never ran.",
         ),
         Series("hook_threads_lost_total", "counter", (), "Threads written off because a hook did not return in time."),
+        Series("hook_processes_lost_total", "counter", (), "Hook processes that died, hung or had to be ended."),
+        Series("programs", "gauge", (), "Programs of the bundles that were opened."),
+        Series(
+            "programs_loaded_total",
+            "counter",
+            ("source",),
+            "Programs made ready, by where the executable came from: cache, compiled, or shared with another model.",
+        ),
+        Series(
+            "compile_seconds_total", "counter", (), "Seconds that compilations took, without waiting for their turn."
+        ),
+        Series(
+            "cache_lookups_total",
+            "counter",
+            ("result",),
+            "Executables looked for in the cache: hit, miss, or rejected because the entry could not be used.",
+        ),
+        Series("cache_stored_total", "counter", (), "Executables written into the cache."),
+        Series("cache_evicted_total", "counter", (), "Executables removed from the cache to keep within its size."),
         Series("shm_regions", "gauge", (), "Shared-memory regions that clients have registered."),
         Series("shm_region_bytes", "gauge", (), "Bytes of those regions."),
         Series("device_memory_in_use_bytes", "gauge", (), "Bytes that the device's allocator has handed out."),

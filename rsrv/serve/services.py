@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
@@ -14,6 +14,7 @@ from rsrv.core.wire import encode_index, encode_metadata
 from rsrv.protos import inference as pb
 from rsrv.rpc.call import reply
 from rsrv.rpc.routes import Route, Routes
+from rsrv.serve.counters import TRITON_STAGES
 from rsrv.serve.registry import Entry, ModelState
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from rsrv.core.shm import RegionRegistry
     from rsrv.core.tensors import TensorSpec
     from rsrv.rpc.call import Call
-    from rsrv.serve.counters import HistogramSnapshot, ServerCounters
+    from rsrv.serve.counters import ServerCounters
     from rsrv.serve.lifecycle import Lifecycle
     from rsrv.serve.registry import Registry
     from rsrv.serve.scheduler import Scheduler
@@ -62,6 +63,8 @@ class Services:
             "SystemSharedMemoryStatus": (pb.SystemSharedMemoryStatusRequest, self.shm_status),
             "SystemSharedMemoryRegister": (pb.SystemSharedMemoryRegisterRequest, self.shm_register),
             "SystemSharedMemoryUnregister": (pb.SystemSharedMemoryUnregisterRequest, self.shm_unregister),
+            "CudaSharedMemoryStatus": (pb.CudaSharedMemoryStatusRequest, self.cuda_shm_status),
+            "CudaSharedMemoryUnregister": (pb.CudaSharedMemoryUnregisterRequest, self.cuda_shm_unregister),
             "IsSameIPCNamespace": (pb.IsSameIPCNamespaceRequest, self.is_same_ipc_namespace),
         }
         return {f"/{SERVICE}/{name}": Route(_handler(*method), "unary") for name, method in methods.items()}
@@ -138,13 +141,12 @@ class Services:
                 inference_count=counted.rows,
                 execution_count=dispatches.get(name, 0),
             )
-            stages, times = counted.stages, row.inference_stats
+            times = row.inference_stats
             times.success.count, times.success.ns = counted.success_count, counted.success_ns
             times.fail.count, times.fail.ns = counted.fail_count, counted.fail_ns
-            _sum(times.queue, [stages["queue"]])
-            _sum(times.compute_input, [stages["decode"], stages["preprocess"]])
-            _sum(times.compute_infer, [stages["run"]])
-            _sum(times.compute_output, [stages["encode"], stages["postprocess"]])
+            for kind, stages in TRITON_STAGES.items():
+                duration = getattr(times, kind)
+                duration.count, duration.ns = counted.success_count, counted.stage_ns(*stages)
         return response
 
     # --- shared memory --------------------------------------------------------------------------------------------
@@ -165,6 +167,16 @@ class Services:
     ) -> pb.SystemSharedMemoryUnregisterResponse:
         self._shm().unregister(request.name)
         return pb.SystemSharedMemoryUnregisterResponse()
+
+    # No region of a card can be registered. Clients that used none of them unregister all of both kinds nevertheless.
+
+    def cuda_shm_status(self, request: pb.CudaSharedMemoryStatusRequest) -> pb.CudaSharedMemoryStatusResponse:
+        return pb.CudaSharedMemoryStatusResponse()
+
+    def cuda_shm_unregister(
+        self, request: pb.CudaSharedMemoryUnregisterRequest
+    ) -> pb.CudaSharedMemoryUnregisterResponse:
+        return pb.CudaSharedMemoryUnregisterResponse()
 
     def is_same_ipc_namespace(self, request: pb.IsSameIPCNamespaceRequest) -> pb.IsSameIPCNamespaceResponse:
         same = self._regions is not None and same_ipc_namespace(request.name, request.nonce)
@@ -221,9 +233,3 @@ def _largest_batch(entry: Entry, manifest: Manifest) -> int:
 
 def _data_type(spec: TensorSpec) -> Any:
     return pb.DataType.Value(f"TYPE_{spec.dtype.wire}")
-
-
-def _sum(duration: Any, stages: Sequence[HistogramSnapshot]) -> None:
-    """Counts of the first stage, times of all."""
-    duration.count = sum(stages[0].counts)
-    duration.ns = sum(stage.total_ns for stage in stages)

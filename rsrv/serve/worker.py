@@ -6,31 +6,37 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rsrv.core.config import ServerConfig, hook_pool_size
-from rsrv.core.errors import CompileProcessError, ConfigError, HookError, ProgramError, ServerStopping
+from rsrv.core.errors import HookError, ServerStopping
 from rsrv.core.shm import RegionRegistry
 from rsrv.rpc import health
 from rsrv.rpc.grpcio_engine import GrpcioEngine
 from rsrv.rpc.health import HealthService
-from rsrv.rpc.http import HttpListener
+from rsrv.rpc.http import HttpListener, HttpRoutes
 from rsrv.rpc.reflection import reflection_routes
 from rsrv.rpc.routes import Route, Routes
-from rsrv.runtime import CompilePool, open_device
+from rsrv.runtime import CompileOptions, CompilePool, ExecutableCache, open_cache, open_device
 from rsrv.runtime.backends import cuda_plugin_installed
+from rsrv.runtime.fingerprint import fingerprint
+from rsrv.runtime.options import compile_options
+from rsrv.runtime.probe import require_usable_flags, require_usable_options
 from rsrv.serve import observe
 from rsrv.serve.counters import ServerCounters
 from rsrv.serve.hook_pool import HookPool
 from rsrv.serve.http import http_routes
 from rsrv.serve.inference import Admission, Inference
 from rsrv.serve.lifecycle import Lifecycle, Readiness
-from rsrv.serve.loader import DigestWatch, Loader
+from rsrv.serve.loading import DigestWatch, Loader, LoadProgress, ProgramSource, Warmup
 from rsrv.serve.metrics import WorkerMetrics, gpu_label
+from rsrv.serve.numerics import ServerNumerics, numerics_for, prepare_environment, probe
 from rsrv.serve.registry import Registry
-from rsrv.serve.scheduler import Scheduler
+from rsrv.serve.scheduler import Policy, Scheduler
 from rsrv.serve.services import SERVICE, Services
+from rsrv.serve.sources import Sources
+from rsrv.serve.status import RESIDENCY_MODE, StatusReport
 
 if TYPE_CHECKING:
     from rsrv.runtime.device import Device
@@ -50,6 +56,7 @@ class RunningServer:
         config: its configuration.
         registry, scheduler, shm: its models, its queues, its shared-memory regions (None when off).
         device, pool: where programs run, and the processes that compile them.
+        numerics: the arithmetic of its programs.
         server, http_server: the listeners (`http_server` is None when HTTP is off).
         grpc_port, http_port: the ports it is bound to; `http_port` is None when HTTP is off.
     """
@@ -58,7 +65,8 @@ class RunningServer:
         self.config = config
         self.worker = worker
         self.registry = Registry()
-        self.lifecycle = Lifecycle(self.registry, config.startup.ready_when)
+        self.progress = LoadProgress()
+        self.lifecycle = Lifecycle(self.registry, config.startup.ready_when, self._stuck, lambda: self.progress.counts)
         self.counters = ServerCounters()
         self.admission = Admission(config.endpoints.max_concurrent_requests)
         self.hook_pool = HookPool(hook_pool_size(os.environ, workers=workers_on_node))
@@ -66,6 +74,10 @@ class RunningServer:
         self.grpc_port = 0
         self.http_port: int | None = None
         self.pool: CompilePool | None = None
+        self.cache: ExecutableCache | None = None
+        self.numerics = ServerNumerics()
+        self._options = CompileOptions()
+        self._warmup: Warmup | None = None
         self._pool_platform = ""
         self._device: Device | None = None
         self._scheduler: Scheduler | None = None
@@ -105,8 +117,9 @@ class RunningServer:
 
     def _open(self) -> None:
         config = self.config
+        prepare_environment(config.runtime.numerics)
         self.pool = self._open_pool(expected_platform(config.runtime.backend))
-        _require_usable_flags(self.pool)
+        require_usable_flags(self.pool)
         runtime = config.runtime
         self._device = open_device(
             runtime.backend,
@@ -121,7 +134,12 @@ class RunningServer:
             # CUDA was expected and the CPU came.
             self.pool.close()
             self.pool = self._open_pool(self._device.platform)
-        self._scheduler = Scheduler(self._device, max_queue_depth=config.scheduler.max_queue_depth)
+        self.numerics = numerics_for(config.runtime.numerics, self._device)
+        self._open_cache(self._device)
+        if self._device.platform == "cuda":
+            self.numerics = probe(self.numerics, self._device, self._program_source(LoadProgress()))
+        self._scheduler = Scheduler(self._device, Policy.of(config))
+        self._scheduler.on_stuck(self._on_change)
         self._scheduler.start()
         if config.shm.enabled:
             self.shm = RegionRegistry(
@@ -136,6 +154,23 @@ class RunningServer:
         if self.shm is not None:
             self._spawn("rsrv-reaper", self._reap)
 
+    def _open_cache(self, device: Device) -> None:
+        """The cache, when there is to be one, and options that XLA takes."""
+        assert self.pool is not None
+        runtime = self.config.runtime
+        self._options = compile_options(
+            runtime.xla_options,
+            platform=device.platform,
+            autotune=runtime.autotune,
+            autotune_cache=runtime.autotune_cache,
+            autotune_cache_dir=runtime.autotune_cache_dir,
+        )
+        if self.config.cache_dir:
+            self.cache = open_cache(self.config.cache_dir, fingerprint(device), self.config.cache_max_bytes)
+        if self.cache is None or self.cache.empty:
+            self.pool.wake()
+        require_usable_options(self.pool, self._options, self.cache)
+
     def _open_pool(self, platform: str) -> CompilePool:
         runtime = self.config.runtime
         self._pool_platform = platform
@@ -146,6 +181,18 @@ class RunningServer:
             platform=platform,
             cpu_threads=runtime.cpu_threads,
             ordinal=runtime.device_ordinal,
+            awake=not self.config.cache_dir,
+        )
+
+    def _program_source(self, progress: LoadProgress) -> ProgramSource:
+        assert self.pool is not None
+        return ProgramSource(
+            device=self.device,
+            pool=self.pool,
+            cache=self.cache,
+            options=self._options,
+            progress=progress,
+            require_running=self._require_running,
         )
 
     def _listen(self) -> None:
@@ -161,9 +208,7 @@ class RunningServer:
         )
         self.grpc_port = self.server.bind()
         if endpoints.http_port is not None:
-            self.http_server = HttpListener(
-                endpoints.host, endpoints.http_port, http_routes(self.lifecycle, self._metrics())
-            )
+            self.http_server = HttpListener(endpoints.host, endpoints.http_port, self._http_routes())
             self.http_port = self.http_server.bind()
         self.server.start()
         if self.http_server is not None:
@@ -202,52 +247,69 @@ class RunningServer:
             **reflection_routes([SERVICE, health.SERVICE]),
         }
 
-    def _metrics(self) -> WorkerMetrics:
-        platform = self.device.platform
-        ordinal = self.config.runtime.device_ordinal
-        return WorkerMetrics(
+    def _http_routes(self) -> HttpRoutes:
+        config, platform = self.config, self.device.platform
+        sources = Sources(
             registry=self.registry,
             lifecycle=self.lifecycle,
             scheduler=self.scheduler,
             counters=self.counters,
             admission=self.admission,
             hook_pool=self.hook_pool,
+            hook_processes_lost=lambda: self._loader.hooks.processes_lost if self._loader is not None else 0,
             regions=self.shm,
             device=self.device,
+            programs=lambda: self.progress.counts,
+            cache=self.cache,
+        )
+        ordinal = config.runtime.device_ordinal
+        metrics = WorkerMetrics(
+            sources,
             info={
                 "device_ordinal": str(ordinal),
                 "platform": platform,
-                "control_mode": self.config.model_control_mode,
-                "discipline": "fifo",
-                "residency_mode": "self_managed",
+                "control_mode": config.model_control_mode,
+                "discipline": config.scheduler.discipline,
+                "residency_mode": RESIDENCY_MODE,
             },
             constant_labels={"worker": self.worker or "", "gpu": gpu_label(platform, ordinal)},
+            triton_compat=config.metrics.triton_compat,
         )
+        status = StatusReport(sources, config, worker=self.worker, numerics=self.numerics)
+        return http_routes(self.lifecycle, metrics, status)
 
     def load(self) -> None:
         """Discover and prepare the bundles; returns when each is ready or failed, or when the server stops."""
-        assert self.pool is not None
+        source = self._program_source(self.progress)
+        self._warmup = Warmup(self.scheduler, enabled=self.config.scheduler.discipline != "fifo")
         self._loader = Loader(
             config=self.config,
             registry=self.registry,
             scheduler=self.scheduler,
             device=self.device,
-            pool=self.pool,
+            source=source,
+            progress=self.progress,
             stopping=self._stopping,
+            policy=self.numerics.policy,
             on_phase=self._set_phase,
+            hook_processes=self.hook_pool.size,
+            on_ready=self._warmup.add,
         )
         self._loader.load_all()
         if not self.lifecycle.enter("serving", only_from=("starting",)):
             return
         progress = self.registry.progress()
         log.info(
-            "models ready count=%d failed=%d control_mode=%s device=%s",
+            "models ready count=%d failed=%d programs=%r control_mode=%s device=%s",
             progress.prepared,
             progress.failed,
+            str(self.progress.counts),
             self.config.model_control_mode,
             self.device.kind,
         )
         observe.beat("up", self.config)
+        # Only now: the runs take the processor that loading needs, and what they measure is not missed before.
+        self._spawn("rsrv-warmup", self._warmup.run)
         if self.config.bundles.digests == "programs":
             self._digests = threading.Thread(
                 target=DigestWatch(self.registry, self._stopping, allow_unhooked=self.config.allow_unhooked).run,
@@ -287,6 +349,8 @@ class RunningServer:
             log.info("stopping pause=%g grace=%g", self.config.shutdown.pause_seconds, grace)
             time.sleep(self.config.shutdown.pause_seconds)
             self.admission.close()
+            if self._scheduler is not None:
+                self._scheduler.hurry()
             if not self.admission.wait_idle(time.monotonic() + grace):
                 log.warning("requests refused after the grace count=%d", self.admission.in_flight)
             self._close()
@@ -299,6 +363,8 @@ class RunningServer:
         """Take down what is up, in the order in which nothing hangs. Also after a bring-up that failed half-way."""
         self._stopping.set()
         self.admission.close()
+        if self._warmup is not None:
+            self._warmup.stop()
         if self.pool is not None:
             self.pool.close()
         if self._scheduler is not None:
@@ -308,6 +374,8 @@ class RunningServer:
         if self._inference is not None:
             self._inference.reject_all(ServerStopping("the server is stopping and did not get to this request"))
         self.hook_pool.close()
+        if self._loader is not None:
+            self._loader.hooks.close()
         if self.server is not None:
             self.server.stop(LAST_ANSWERS_SECONDS)
         for thread in self._threads:
@@ -318,6 +386,8 @@ class RunningServer:
             self._digests.join(1.0)
         if self._loader is not None:
             self._loader.free()
+        if self.cache is not None:
+            self.cache.close()
         if self._device is not None:
             self._device.close()
         if self.shm is not None:
@@ -326,6 +396,10 @@ class RunningServer:
             self.http_server.stop()
 
     # --- small parts ----------------------------------------------------------------------------------------------
+
+    def _require_running(self) -> None:
+        if self._stopping.is_set():
+            raise ServerStopping("the server is stopping")
 
     def _set_phase(self, phase: str) -> None:
         self.lifecycle.phase = phase
@@ -336,6 +410,10 @@ class RunningServer:
             self._health.notify()
         with self._changed:
             self._changed.notify_all()
+
+    def _stuck(self) -> str:
+        found = self._scheduler.stuck if self._scheduler is not None else None
+        return "" if found is None else str(found)
 
     def _fail_hooks(self, name: str, lost: int) -> None:
         error = HookError(f"{lost} hook calls did not return in time (hooks.max_lost: {self.config.hooks.max_lost})")
@@ -356,22 +434,6 @@ class RunningServer:
         thread = threading.Thread(target=target, name=name)
         self._threads.append(thread)
         thread.start()
-
-
-def _require_usable_flags(pool: CompilePool, environ: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError for ``XLA_FLAGS`` that XLA does not take: it would end this process without an error of ours,
-    as it does with a compile process."""
-    flags = environ.get("XLA_FLAGS")
-    if not flags:
-        return
-    try:
-        pool.inspect(b"module {}")
-    except ProgramError:
-        pass  # the process lives, which is all that was asked
-    except CompileProcessError as error:
-        raise ConfigError(
-            f"XLA does not start with XLA_FLAGS={flags!r}: {error.message}", hint="correct the variable, or unset it"
-        ) from error
 
 
 def expected_platform(backend: str) -> str:

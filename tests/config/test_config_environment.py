@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from rsrv.core.config import hook_pool_size, key_table, process_variables, resolve, worker_name
+from rsrv.core.config.environment import read_overrides
 from rsrv.core.errors import ConfigError
 
 SAMPLES = {
@@ -12,10 +13,13 @@ SAMPLES = {
     "models_include": ("a::b:", ["a", "b"]),
     "allow_unhooked": ("net", ["net"]),
     "model_control_mode": ("static", "static"),
+    "cache_dir": ("/var/cache/rsrv", "/var/cache/rsrv"),
+    "cache_max_bytes": ("1000000", 1000000),
     "startup.ready_when": ("any", "any"),
     "bundles.digests": ("strict", "strict"),
     "hooks.allow": ("no", False),
     "hooks.timeout_seconds": ("2.5", 2.5),
+    "hooks.import_timeout_seconds": ("90", 90.0),
     "hooks.max_lost": ("0", 0),
     "shm.enabled": ("off", False),
     "shm.reap_seconds": ("5", 5.0),
@@ -35,12 +39,33 @@ SAMPLES = {
     "runtime.compile_workers": ("2", 2),
     "runtime.compile_timeout_seconds": ("1e2", 100.0),
     "runtime.compile_memory_bytes": ("null", None),
+    "runtime.xla_options": (
+        "--xla_a=1 xla_b=true xla_c=x:y xla_d=0.5",
+        {"xla_a": 1, "xla_b": True, "xla_c": "x:y", "xla_d": 0.5},
+    ),
+    "runtime.numerics": ("f32", "f32"),
+    "runtime.autotune": ("off", False),
+    "runtime.autotune_cache": ("yes", True),
+    "runtime.autotune_cache_dir": ("/var/cache/tuning", "/var/cache/tuning"),
+    "scheduler.discipline": ("edf", "edf"),
+    "scheduler.fair_population": ("prepared", "prepared"),
+    "scheduler.ema_halflife_seconds": ("10", 10.0),
+    "scheduler.recency_penalty_cap": ("0.5", 0.5),
+    "scheduler.coalescing_discount": ("0", 0.0),
+    "scheduler.cost_ema_alpha": ("1", 1.0),
     "scheduler.max_queue_depth": ("9", 9),
+    "scheduler.dispatch_timeout_seconds": ("5", 5.0),
+    "scheduler.implicit_deadline": ("yes", True),
+    "scheduler.variant_overtakes": ("8", 8),
+    "scheduler.shed_late": ("off", False),
+    "batching.max_wait_ms": ("2.5", 2.5),
+    "batching.split_oversize": ("on", True),
     "endpoints.host": ("0.0.0.0", "0.0.0.0"),
     "endpoints.grpc_port": ("0", 0),
     "endpoints.http_port": ("9002", 9002),
     "endpoints.max_concurrent_requests": ("8", 8),
     "endpoints.engine": ("grpcio", "grpcio"),
+    "metrics.triton_compat": ("yes", True),
     "grpc.max_recv_msg_bytes": ("1000", 1000),
     "grpc.max_send_msg_bytes": ("2000", 2000),
     "shutdown.pause_seconds": ("0.5", 0.5),
@@ -230,3 +255,9 @@ def test_the_exceptions_are_documented():
         "RSRV_WORKER_THREADS",
         "RSRV_ALLOW_FAKE",
     ]
+
+
+def test_a_mapping_that_is_written_otherwise_is_told_how_it_is_written():
+    with pytest.raises(ConfigError, match="wanted mapping") as caught:
+        read_overrides({"RSRV_WORKER_RUNTIME_XLA_OPTIONS": '{"xla_a": 1}'})
+    assert caught.value.hint == "a mapping is written name=value, with spaces between its entries"

@@ -13,10 +13,13 @@ DEFAULTS = {
     "models_include": [],
     "allow_unhooked": [],
     "model_control_mode": "static",
+    "cache_dir": "",
+    "cache_max_bytes": 8 << 30,
     "startup.ready_when": "all",
     "bundles.digests": "programs",
     "hooks.allow": True,
-    "hooks.timeout_seconds": None,
+    "hooks.timeout_seconds": 60.0,  # the specification has none: a call that hangs would never fail
+    "hooks.import_timeout_seconds": 120.0,
     "hooks.max_lost": 4,
     "shm.enabled": True,
     "shm.reap_seconds": 60.0,
@@ -36,22 +39,43 @@ DEFAULTS = {
     "runtime.compile_workers": 1,
     "runtime.compile_timeout_seconds": 600.0,
     "runtime.compile_memory_bytes": None,
+    "runtime.xla_options": {},
+    "runtime.numerics": "auto",
+    "runtime.autotune": True,
+    "runtime.autotune_cache": None,
+    "runtime.autotune_cache_dir": "",
+    "scheduler.discipline": "fair",
+    "scheduler.fair_population": "active",
+    "scheduler.ema_halflife_seconds": 30.0,
+    "scheduler.recency_penalty_cap": 0.25,
+    "scheduler.coalescing_discount": 0.1,
+    "scheduler.cost_ema_alpha": 0.2,
     "scheduler.max_queue_depth": 1024,
+    "scheduler.dispatch_timeout_seconds": 30.0,
+    "scheduler.implicit_deadline": False,
+    "scheduler.variant_overtakes": 0,
+    "scheduler.shed_late": True,
+    "batching.max_wait_ms": 0.0,
+    "batching.split_oversize": False,
     "endpoints.host": "127.0.0.1",
     "endpoints.grpc_port": 8001,
     "endpoints.http_port": 8002,
     "endpoints.max_concurrent_requests": 64,
     "endpoints.engine": "grpcio",
+    "metrics.triton_compat": False,
     "grpc.max_recv_msg_bytes": 536870912,
     "grpc.max_send_msg_bytes": 536870912,
     "shutdown.pause_seconds": 0.0,
     "shutdown.grace_seconds": 30.0,
 }
 
+OF_ONE_MODEL = {f"scheduler.models.<name>.{key}" for key in ("weight", "max_wait_ms", "max_batch_size", "batch_sizes")}
+
 ACCEPTED = [
     ("startup.ready_when", ["all", "any", ["a"], ["a", "b"]]),
     ("bundles.digests", ["strict", "programs", "off"]),
     ("hooks.timeout_seconds", [0.001, 3, None]),
+    ("hooks.import_timeout_seconds", [1, 0.5]),
     ("hooks.max_lost", [0, 9]),
     ("shm.reap_seconds", [0.5, 1]),
     ("shm.max_regions", [1]),
@@ -64,7 +88,20 @@ ACCEPTED = [
     ("runtime.compile_workers", [1, 4]),
     ("runtime.compile_timeout_seconds", [0.1, 1]),
     ("runtime.compile_memory_bytes", [1, None]),
+    ("runtime.xla_options", [{}, {"xla_a": 1, "xla_b": True, "xla_c": "x", "xla_d": 0.5}]),
+    ("runtime.numerics", ["auto", "f32", "tf32"]),
+    ("runtime.autotune_cache", [True, False, None]),
+    ("cache_max_bytes", [1, None]),
+    ("scheduler.discipline", ["fair", "fifo", "edf"]),
+    ("scheduler.fair_population", ["active", "prepared"]),
+    ("scheduler.ema_halflife_seconds", [0.1, 1]),
+    ("scheduler.recency_penalty_cap", [0.01, 1]),
+    ("scheduler.coalescing_discount", [0, 0.99]),
+    ("scheduler.cost_ema_alpha", [0.01, 1]),
     ("scheduler.max_queue_depth", [1]),
+    ("scheduler.dispatch_timeout_seconds", [0.1, 1]),
+    ("scheduler.variant_overtakes", [0, 1]),
+    ("batching.max_wait_ms", [0, 0.5]),
     ("endpoints.grpc_port", [0, 1, 65535]),
     ("endpoints.http_port", [0, 1, 65535, None]),
     ("endpoints.max_concurrent_requests", [1]),
@@ -83,6 +120,7 @@ REFUSED = [
     ("bundles.digests", ["all", False]),
     ("hooks.allow", [1, 0, "true", "yes", None]),
     ("hooks.timeout_seconds", [0, -1, "3", True, float("inf"), float("nan")]),
+    ("hooks.import_timeout_seconds", [0, -1, None, "60"]),
     ("hooks.max_lost", [-1, 1.0, True]),
     ("shm.enabled", [1, "on"]),
     ("shm.reap_seconds", [0, -1, "1", True]),
@@ -102,13 +140,33 @@ REFUSED = [
     ("runtime.compile_workers", [0, True]),
     ("runtime.compile_timeout_seconds", [0, True]),
     ("runtime.compile_memory_bytes", [0, 1.0]),
+    ("runtime.xla_options", [[], "xla_a=1", {"": 1}, {"xla_a": None}, {"xla_a": [1]}]),
+    ("runtime.numerics", ["F32", "bf16", None]),
+    ("runtime.autotune", [1, None]),
+    ("runtime.autotune_cache", [1, "on"]),
+    ("runtime.autotune_cache_dir", [None, 1]),
+    ("cache_dir", [None, 1]),
+    ("cache_max_bytes", [0, True, 1.0]),
+    ("scheduler.discipline", ["lifo", "FAIR", None]),
+    ("scheduler.fair_population", ["all", None]),
+    ("scheduler.ema_halflife_seconds", [0, -1, True, float("inf")]),
+    ("scheduler.recency_penalty_cap", [0, 1.01, True]),
+    ("scheduler.coalescing_discount", [-0.1, 1, True]),
+    ("scheduler.cost_ema_alpha", [0, 1.1, True]),
     ("scheduler.max_queue_depth", [0, True, 1.0]),
+    ("scheduler.dispatch_timeout_seconds", [0, -1, True]),
+    ("scheduler.implicit_deadline", [1, "on"]),
+    ("scheduler.variant_overtakes", [-1, 1.0, True]),
+    ("scheduler.shed_late", [0, None]),
+    ("batching.max_wait_ms", [-1, True, "5"]),
+    ("batching.split_oversize", [1, None]),
     ("scheduler.models", [[], "x", {"m": 3}]),
     ("endpoints.host", ["", 1, None]),
     ("endpoints.grpc_port", [-1, 65536, None, True, "8001"]),
     ("endpoints.http_port", [-1, 65536, True]),
     ("endpoints.max_concurrent_requests", [0, -1, True]),
     ("endpoints.engine", ["native", "other"]),
+    ("metrics.triton_compat", [1, "yes", None]),
     ("grpc.max_recv_msg_bytes", [0, -1, True]),
     ("grpc.max_send_msg_bytes", [0, -1, True]),
     ("shutdown.pause_seconds", [-1, True]),
@@ -142,15 +200,26 @@ def test_values_past_their_range_or_of_another_type_are_refused(key, value):
 
 
 def test_every_key_has_refused_values_in_this_file():
-    assert {key for key, _ in REFUSED} | {"scheduler.models.<name>.max_batch_size"} == (
-        {row.key for row in key_table()} | {"scheduler.models"}
-    )
+    assert {key for key, _ in REFUSED} | OF_ONE_MODEL == ({row.key for row in key_table()} | {"scheduler.models"})
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 1.5, "4"])
-def test_a_model_cap_is_at_least_one(value):
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("max_batch_size", value) for value in (0, -1, True, 1.5, "4")],
+        *[("weight", value) for value in (0, -1, True, "1", None, float("nan"), float("inf"))],
+        *[("max_wait_ms", value) for value in (-1, True, "1")],
+        *[("batch_sizes", value) for value in ([], [0], [1, 1], [1.0], [True], [2**31], "1,8", list(range(1, 258)))],
+    ],
+)
+def test_settings_of_one_model_are_checked(key, value):
     with pytest.raises(ValidationError):
-        ServerConfig.model_validate({"model_dirs": ["/m"], "scheduler": {"models": {"m": {"max_batch_size": value}}}})
+        ServerConfig.model_validate({"model_dirs": ["/m"], "scheduler": {"models": {"m": {key: value}}}})
+
+
+def test_a_cpu_does_not_compute_in_tf32():
+    with pytest.raises(ValidationError, match="numerics is tf32, which no CPU computes in"):
+        ServerConfig.model_validate({"model_dirs": ["/m"], "runtime": {"numerics": "tf32", "backend": "cpu"}})
 
 
 def test_gpu_is_another_word_for_cuda():
@@ -186,7 +255,7 @@ def test_two_configurations_share_no_default():
 
 def test_the_key_table_has_every_key_with_a_meaning():
     rows = {row.key: row for row in key_table()}
-    assert set(rows) == {"model_dirs", "scheduler.models.<name>.max_batch_size", *DEFAULTS}
+    assert set(rows) == {"model_dirs", *OF_ONE_MODEL, *DEFAULTS}
     assert all(row.meaning.endswith(".") for row in [*rows.values(), *node_key_table()])
     assert rows["model_dirs"].default is None
     assert rows["shm.deny_keys"].default == "[rsw-*]"
@@ -248,3 +317,12 @@ def test_every_object_of_the_schema_refuses_unknown_keys_and_permits_x_keys():
     for definition in [schema, *schema["$defs"].values()]:
         assert definition["additionalProperties"] is False
         assert "^x-" in definition["patternProperties"]
+
+
+@pytest.mark.parametrize(
+    "key", ["batching.max_wait_ms", "scheduler.dispatch_timeout_seconds", "shutdown.grace_seconds"]
+)
+def test_a_time_that_no_clock_can_hold_is_refused(key):
+    section, name = key.split(".")
+    with pytest.raises(ValidationError, match="less than or equal"):
+        ServerConfig(model_dirs=["m"], **{section: {name: 1e300}})

@@ -95,7 +95,7 @@ def test_the_older_port_names_are_read(raw):
         ({"runtme": {}}, "unknown key runtme", "did you mean runtime?"),
         ({"cpu_threads": 1}, "unknown key cpu_threads", "did you mean runtime.cpu_threads?"),
         ({"shm": {"max_region": 1}}, "unknown key shm.max_region", "did you mean shm.max_regions?"),
-        ({"cache_dir": "/c"}, "unknown key cache_dir", None),
+        ({"cache_dir": 3}, "cache_dir: 3 is not accepted; wanted string", None),
         ({"runtime": 3}, "runtime: 3 is not accepted; wanted a mapping", None),
         ({"hooks": {"allow": "yes"}}, "hooks.allow: 'yes' is not accepted; wanted true or false", None),
         (
@@ -211,3 +211,14 @@ def test_the_configuration_and_its_variables_are_logged_once(raw, caplog):
 def test_a_configuration_that_was_built_in_code_has_rows_too():
     resolved = ResolvedConfig(ServerConfig(model_dirs=["/m"]), {}, [])
     assert ("model_dirs", ["/m"], "default") in resolved.rows()
+
+
+def test_options_of_xla_are_one_key_with_one_origin(raw):
+    raw = {**raw, "runtime": {"xla_options": {"xla_a": 1}}}
+    resolved = resolve(raw, environ={})
+    assert {key: (value, origin) for key, value, origin in resolved.rows()}["runtime.xla_options"] == (
+        {"xla_a": 1},
+        "file",
+    )
+    resolved = resolve(raw, environ={"RSRV_WORKER_RUNTIME_XLA_OPTIONS": "xla_b=false"})
+    assert resolved.config.runtime.xla_options == {"xla_b": False}

@@ -17,6 +17,14 @@ from rsrv.protos import inference as pb
 
 SERVICE = "/inference.GRPCInferenceService"
 
+MEMORY_BYTES = 400 << 20
+"""What a compilation of this repository's good bundle stays far below."""
+
+INDEX_OF_X = """%c = stablehlo.slice %x [0:1, 0:1] : (tensor<1x3xf32>) -> tensor<1x1xf32>
+        %r = stablehlo.reshape %c : (tensor<1x1xf32>) -> tensor<f32>
+        %i = stablehlo.convert %r : (tensor<f32>) -> tensor<i32>"""
+"""An index that nobody knows before the program runs."""
+
 HOOK = "def preprocess(inputs): return inputs\n"
 
 
@@ -49,6 +57,20 @@ def nested_cases(depth):
         return %out : {tensor} }} }}""".encode()
 
 
+def deep_choice(depth):
+    """Cases inside each other that cannot be decided beforehand: the parser bears them, the compiler does not."""
+    tensor = "tensor<1x3xf32>"
+    opening = "".join(f'%c{level} = "stablehlo.case"(%i) ({{ ' for level in range(depth))
+    closing = "".join(
+        f"}}) : (tensor<i32>) -> {tensor}\n" + (f"stablehlo.return %c{level} : {tensor} " if level else "")
+        for level in reversed(range(depth))
+    )
+    return f"""module {{ func.func public @main(%x: {tensor}) -> {tensor} {{
+        {INDEX_OF_X}
+        {opening}%y = stablehlo.add %x, %x : {tensor}
+        stablehlo.return %y : {tensor} {closing} return %c0 : {tensor} }} }}""".encode()
+
+
 def endless():
     """A chain of operations that LLVM needs minutes for."""
     tensor = "tensor<1x3xf32>"
@@ -57,6 +79,26 @@ def endless():
         %0 = stablehlo.add %x, %x : {tensor}
         {chain}
         return %16000 : {tensor} }} }}""".encode()
+
+
+def swelling(times, big=40_000_000):
+    """Constants of 160 MB that are three numbers in the program: the compiler pads them."""
+    tensor = "tensor<1x3xf32>"
+    steps = "\n".join(
+        f"""%k{n} = stablehlo.constant dense<[1.0, 2.0, {n}.0]> : tensor<3xf32>
+        %p{n} = stablehlo.pad %k{n}, %z, low = [{n}], high = [{big - 3 - n}], interior = [0] :
+          (tensor<3xf32>, tensor<f32>) -> tensor<{big}xf32>
+        %d{n} = stablehlo.dynamic_slice %p{n}, %i, sizes = [3] : (tensor<{big}xf32>, tensor<i32>) -> tensor<3xf32>
+        %e{n} = stablehlo.reshape %d{n} : (tensor<3xf32>) -> {tensor}
+        %s{n + 1} = stablehlo.add %s{n}, %e{n} : {tensor}"""
+        for n in range(times)
+    )
+    return f"""module {{ func.func public @main(%x: {tensor}) -> {tensor} {{
+        %z = stablehlo.constant dense<0.0> : tensor<f32>
+        {INDEX_OF_X}
+        %s0 = stablehlo.add %x, %x : {tensor}
+        {steps}
+        return %s{times} : {tensor} }} }}""".encode()
 
 
 def one_program(program):
@@ -122,6 +164,8 @@ def escaping_symlink(directory):
 
 BUNDLES = {
     "kills-the-parser": (one_program(nested_cases(20_000)), "signature", "reading the program ended its process"),
+    "kills-the-compiler": (one_program(deep_choice(2_000)), "compile", "compiling the program ended its process"),
+    "eats-memory": (one_program(swelling(6)), "compile", f"took more than {MEMORY_BYTES} bytes of memory"),
     "never-compiles": (one_program(endless()), "compile", "took longer than 20 s"),
     "bit-flipped": (broken(flip_bit, "model.b4.mlir"), "digests", "model.b4.mlir"),
     "hostile-header": (hostile_header, "weights", "weights.safetensors"),
@@ -157,7 +201,8 @@ def server(tmp_path_factory):
     (repo / ".hidden" / "manifest.yaml").write_text("x")
     (repo / "writing.partial").mkdir()
     (repo / "writing.partial" / "manifest.yaml").write_text("x")
-    with ServerProcess(repo, env={"RSRV_WORKER_RUNTIME_COMPILE_TIMEOUT_SECONDS": "20"}) as server:
+    limits = {"COMPILE_TIMEOUT_SECONDS": "20", "COMPILE_MEMORY_BYTES": str(MEMORY_BYTES)}
+    with ServerProcess(repo, env={f"RSRV_WORKER_RUNTIME_{key}": value for key, value in limits.items()}) as server:
         server.wait_settled()
         yield server
         assert server.stop() == 0

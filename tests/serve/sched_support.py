@@ -8,9 +8,12 @@ import numpy as np
 
 from rsrv.bundle.manifest import Manifest
 from rsrv.core.dtypes import DType
+from rsrv.core.errors import InvalidRequest
 from rsrv.core.tensors import BATCH, VARIABLE, Dim, DimKind, TensorSpec
 from rsrv.runtime.fake import FakeDevice
 from rsrv.serve.scheduler import ServableModel
+from rsrv.serve.scheduler.backlog import Backlog
+from rsrv.serve.scheduler.policy import Policy
 from rsrv.serve.weights import WeightSet
 from rsrv.stablehlo.signature import ProgramSignature, tensor_type
 
@@ -90,6 +93,44 @@ class Clock:
         self.ns += round(seconds * 1e9)
 
 
+class Desk:
+    """A backlog and its clock; each request is one tick younger than the one before."""
+
+    def __init__(self, *models, policy=Policy()):  # noqa: B008
+        self.clock = Clock()
+        self.backlog = Backlog(policy)
+        self.models = {m.name: m for m in models}
+        for m in models:
+            self.backlog.add(m)
+
+    def queue(self, name):
+        return self.backlog.queues[name]
+
+    def seed(self, name, seconds, variant=()):
+        """Set what each batch key costs, as if measured now."""
+        for key, cost in seconds.items():
+            self.queue(name).costs.seed(variant, key, round(cost * 1e9), self.clock.ns)
+        self.backlog.replan(self.queue(name))
+
+    def accept(self, name, rows=1, *, deadline_ns=0, within=0, variant=(), tick=1):
+        """`within`: seconds from now to the deadline."""
+        self.clock.ns += tick
+        if within:
+            deadline_ns = self.clock.ns + round(within * 1e9)
+        return self.backlog.accept(
+            self.models[name], {}, rows, variant, deadline_ns, lambda result: None, self.clock.ns
+        )
+
+    def next(self, busy_ns=0):
+        work = self.backlog.next(self.clock.ns, busy_ns)
+        return None if work is None else (work.queue.model.name, work.batch_key, work.tickets)
+
+    def dropped(self):
+        """Requests and reasons since the last call."""
+        dropped, self.backlog.dropped = self.backlog.dropped, []
+        return [(ticket, reason) for ticket, reason, _ in dropped]
+
+
 class Reply:
     """A `done` callback that can be waited for, and that counts."""
 
@@ -144,4 +185,47 @@ class Gate:
         self._permits.release(n)
 
 
-__all__ = ["Clock", "FakeDevice", "Gate", "Reply", "model", "paper_model", "rows_of", "signature", "spec"]
+def double(x):
+    return x * 2
+
+
+def poisonous(x):
+    if (x == 13).any():
+        raise InvalidRequest("unlucky number")
+    return x * 2
+
+
+def send(scheduler, m, x, *, deadline_ns=0, variant=(), name="x"):
+    reply = Reply()
+    axis = m.input_specs[0].batch_axis
+    reply.ticket = scheduler.submit(m, {name: x}, x.shape[axis], variant, deadline_ns, reply)
+    return reply
+
+
+def blocked(scheduler, device, fn=double, **options):
+    """A model whose first request has been let into the program and waits there."""
+    gate = Gate(fn)
+    m = model(device, gate, **options)
+    scheduler.add(m)
+    scheduler.start()
+    first = send(scheduler, m, rows_of(0))
+    gate.wait_entered()
+    return m, gate, first
+
+
+__all__ = [
+    "Clock",
+    "Desk",
+    "FakeDevice",
+    "Gate",
+    "Reply",
+    "blocked",
+    "double",
+    "model",
+    "paper_model",
+    "poisonous",
+    "rows_of",
+    "send",
+    "signature",
+    "spec",
+]

@@ -1,6 +1,7 @@
 """Merging requests into one aligned, padded batch, and cutting its results: values against numpy's own concatenate."""
 
 import math
+from collections import deque
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +15,7 @@ from rsrv.core.shm import OwnedRegion, RegionRegistry, RegionTensor
 from rsrv.core.staging import StagingPool
 from rsrv.serve.scheduler import batch
 from rsrv.serve.scheduler.batch import split, stage
+from rsrv.serve.scheduler.policy import Policy
 from rsrv.serve.scheduler.queue import ModelQueue, Ticket
 
 
@@ -26,7 +28,7 @@ def pool():
 
 
 def tickets(model, *requests, rows=None, variant=()):
-    queue = ModelQueue(model)
+    queue = ModelQueue(model, Policy(), deque())
     axis = next((s.batch_axis for s in model.input_specs if s.batch_axis is not None), None)
     first = model.input_specs[0].name
     return [

@@ -33,7 +33,7 @@ def scheduler(cpu):
     scheduler = Scheduler(cpu)
     yield scheduler
     scheduler.stop()
-    assert scheduler._pool.lent == 0
+    assert scheduler._dispatcher.pool.lent == 0
 
 
 def compiled(cpu, fn, inputs, outputs, *, keys=(1, 4), weights=None, name="m"):
@@ -108,7 +108,7 @@ def test_the_results_of_an_identity_program_do_not_live_in_the_staging_blocks(sc
     replies = [submit(scheduler, m, {"x": np.full((3, 16), value, np.float32)}, 3) for value in range(20)]
     for value, reply in enumerate(replies):
         outputs = reply.outputs()
-        for block in tuple(scheduler._pool._idle.values()):
+        for block in tuple(scheduler._dispatcher.pool._idle.values()):
             assert not np.shares_memory(outputs["y"], block)
             assert not np.shares_memory(outputs["z"], block)
         assert (outputs["y"] == value).all()

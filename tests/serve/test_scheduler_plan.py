@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.serve.scheduler.plan import Plan, Variant, fitting_key, plan
+from rsrv.serve.scheduler.costs import Costs
+from rsrv.serve.scheduler.plan import Plan, Variant, fitting_key, plan, plan_single_rows
 
 
 class Row(NamedTuple):
     rows: int
     variant: Variant = ()
+    overtaken: int = 0
 
 
 def planned(rows, sizes, cap=None, coalescable=True):
@@ -97,7 +99,7 @@ def test_the_fitting_key_is_the_smallest_that_holds_the_rows_or_the_largest():
 
 sizes = st.sets(st.integers(1, 40), min_size=1, max_size=5).map(lambda keys: tuple(sorted(keys)))
 variants = st.sampled_from([(), (7,), (9,)])
-queues = st.lists(st.builds(Row, st.integers(1, 40), variants), min_size=1, max_size=30)
+queues = st.lists(st.builds(Row, st.integers(1, 40), variants, st.just(0)), min_size=1, max_size=30)
 caps = st.one_of(st.none(), st.integers(1, 50))
 
 
@@ -146,7 +148,7 @@ def test_planning_again_and_again_serves_every_request_once_and_in_order(situati
     assert served == queue
 
 
-@given(situations(), st.lists(st.builds(Row, st.integers(1, 40), variants), max_size=10))
+@given(situations(), st.lists(st.builds(Row, st.integers(1, 40), variants, st.just(0)), max_size=10))
 def test_later_arrivals_never_shrink_a_batch_and_never_enlarge_a_full_one(situation, arrivals):
     queue, compiled, cap = situation
     arrivals = [row for row in arrivals if row.rows <= compiled[row.variant][-1]]
@@ -164,3 +166,102 @@ def test_a_key_is_either_filled_by_queued_rows_or_the_smallest_that_holds_the_fi
     leading = sum(row.rows for row in takewhile(lambda row: row.variant == queue[0].variant, queue))
     mergeable = leading if cap is None else min(leading, cap)
     assert result.batch_key <= mergeable or result.batch_key == fitting_key(compiled[queue[0].variant], queue[0].rows)
+
+
+# --- passing requests of another shape ----------------------------------------------------------------------------
+
+A, B = (8,), (16,)
+SHAPES = {A: (1, 2, 4), B: (1, 2)}
+
+
+def passing(queue, overtakes, compiled=SHAPES):
+    return plan(queue, compiled, coalescable=True, overtakes=overtakes)
+
+
+def test_requests_of_the_same_shape_pass_others_as_often_as_these_may_be_passed():
+    queue = [Row(1, A), Row(1, B), Row(1, A), Row(1, A), Row(1, A)]
+    assert passing(queue, 0) == Plan(1, 1, False)
+    assert passing(queue, 1) == Plan(2, 2, False, (0, 2))
+    assert passing(queue, 3) == Plan(4, 4, True, (0, 2, 3, 4))
+
+
+def test_a_request_that_was_passed_often_enough_is_not_passed_again():
+    queue = [Row(1, A), Row(1, B, overtaken=2), Row(1, A), Row(1, A)]
+    assert passing(queue, 2) == Plan(1, 1, False)
+    assert passing(queue, 3) == Plan(2, 2, False, (0, 2))
+
+
+def test_every_request_that_is_passed_counts():
+    queue = [Row(1, A), Row(1, B), Row(1, A), Row(1, B, overtaken=1), Row(1, A), Row(1, A)]
+    assert passing(queue, 2).picks == (0, 2)
+    assert passing(queue, 3).picks == (0, 2, 4, 5)
+
+
+def test_nothing_passes_a_request_of_its_own_shape_that_does_not_fit():
+    queue = [Row(2, A), Row(1, B), Row(3, A), Row(1, A)]
+    assert passing(queue, 9).picks == ()
+
+
+@given(situations(), st.integers(0, 5))
+def test_no_request_is_passed_more_often_than_allowed_and_the_rest_keeps_its_order(situation, overtakes):
+    queue, compiled, cap = situation
+    result = plan(queue, compiled, coalescable=True, cap=cap, overtakes=overtakes)
+    picks = result.picks or tuple(range(result.take))
+    assert len(picks) == result.take
+    assert list(picks) == sorted(picks)
+    assert picks[0] == 0
+    for position in range(picks[-1]):
+        if position not in picks:
+            assert sum(pick > position for pick in picks) <= overtakes
+    taken = [queue[pick] for pick in picks]
+    assert {row.variant for row in taken} == {queue[0].variant}
+    same = [position for position, row in enumerate(queue) if row.variant == queue[0].variant]
+    assert list(picks) == same[: len(picks)]
+
+
+# --- costs and deadlines ------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 50), sizes, caps, st.booleans())
+def test_the_plan_of_single_rows_is_the_plan(n, sizes, cap, with_costs):
+    costs = None
+    if with_costs:
+        costs = Costs(0.2)
+        for key in sizes:
+            costs.seed((), key, 1000 + key * key, 0)
+    expected = plan([Row(1)] * n, {(): sizes}, coalescable=True, cap=cap, costs=costs)
+    assert plan_single_rows(n, (), sizes, cap=cap, costs=costs) == expected
+
+
+class Urgent(NamedTuple):
+    within: float
+    rows: int = 1
+    variant: Variant = ()
+    overtaken: int = 0
+
+
+def in_time(seconds):
+    return lambda key, items: sum(seconds[key] < item.within for item in items)
+
+
+@pytest.mark.parametrize(
+    ("within", "seconds", "batch_key", "take"),
+    [
+        pytest.param([9, 9, 9, 9], {1: 1, 4: 2}, 4, 4, id="all_in_time"),
+        pytest.param([2, 9, 9], {1: 1, 2: 3, 4: 5}, 1, 1, id="a_smaller_batch_meets_the_tightest_deadline"),
+        pytest.param([2, 9, 9, 9], {1: 1, 4: 2}, 4, 4, id="three_in_a_full_batch_are_more_per_second_than_one_alone"),
+        pytest.param([0.5, 0.5], {1: 1, 4: 2}, 1, 1, id="none_in_time"),
+    ],
+)
+def test_the_batch_with_most_requests_in_time_per_second_is_taken(within, seconds, batch_key, take):
+    costs = Costs(0.2)
+    for key, cost in seconds.items():
+        costs.seed((), key, cost * 10**9, 0)
+    result = plan(
+        [Urgent(w) for w in within],
+        {(): tuple(seconds)},
+        coalescable=True,
+        costs=costs,
+        in_time=in_time(seconds),
+    )
+    assert result[:2] == (batch_key, take)

@@ -1,5 +1,7 @@
+import gc
 import threading
 import time
+import weakref
 from queue import SimpleQueue
 
 import pytest
@@ -98,6 +100,38 @@ def test_answered_jobs_do_not_pile_up_in_the_watch(pool):
     for _ in range(2000):
         assert run(pool, lambda: 1, timeout=3600, deadline_ns=time.monotonic_ns() + 3600 * 10**9).get() == (1, None)
     assert len(pool._due) < 1000
+
+
+def test_a_job_that_hangs_past_its_deadline_costs_its_thread_at_the_time_limit_however_busy_the_pool_is(pool):
+    release, lost = threading.Event(), threading.Event()
+    now = time.monotonic_ns()
+    answers = run(pool, release.wait, timeout=2, deadline_ns=now + 1_000_000_000, lost=lost.set)
+    assert isinstance(answers.get()[1], DeadlineExceeded)
+    for _ in range(600):  # the watch forgets what is answered
+        assert run(pool, lambda: 1, timeout=3600).get() == (1, None)
+    assert lost.wait(20)
+    assert pool.lost_threads == 1
+    release.set()
+
+
+def test_an_answered_job_keeps_nothing_of_its_request_until_its_time_limit(pool):
+    class Tensors:
+        pass
+
+    tensors, answered = Tensors(), threading.Event()
+    alive = weakref.ref(tensors)
+    pool.submit(
+        Job(lambda held=tensors: None, lambda value, error, held=tensors: answered.set(), what="x", timeout=3600)
+    )
+    del tensors
+    assert answered.wait(20)
+    assert run(pool, lambda: 1).get() == (1, None)
+    until = time.monotonic() + 20
+    while alive() is not None:
+        assert time.monotonic() < until
+        gc.collect()
+        time.sleep(0.001)
+    assert pool._due
 
 
 def test_a_closed_pool_answers_queued_and_new_jobs_with_stopping():

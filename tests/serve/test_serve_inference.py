@@ -18,9 +18,9 @@ from rsrv.serve import observe
 from rsrv.serve.counters import ServerCounters
 from rsrv.serve.hook_pool import HookPool
 from rsrv.serve.inference import Admission, Inference
-from rsrv.serve.loader import prepare_checks
+from rsrv.serve.loading import prepare_checks
 from rsrv.serve.registry import Registry
-from rsrv.serve.scheduler import Scheduler, ServableModel
+from rsrv.serve.scheduler import Policy, Scheduler, ServableModel
 from rsrv.serve.weights import WeightSet
 from rsrv.stablehlo.signature import ProgramSignature, tensor_type
 
@@ -31,9 +31,19 @@ TENSOR = {"dtype": "f32", "shape": "nc", "dims": {"c": 2}}
 class World:
     """One server's parts. The model ``m`` doubles ``x: f32[n,2]``, compiled for 1 and 4 rows."""
 
-    def __init__(self, *, limit=64, hooks=None, hook_timeout=None, max_lost=4, program=lambda x: x * 2, sizes=(1, 4)):
+    def __init__(
+        self,
+        *,
+        limit=64,
+        hooks=None,
+        hook_timeout=None,
+        max_lost=4,
+        program=lambda x: x * 2,
+        sizes=(1, 4),
+        policy=Policy(),  # noqa: B008
+    ):
         self.device = FakeDevice()
-        self.scheduler = Scheduler(self.device)
+        self.scheduler = Scheduler(self.device, policy)
         self.pool = HookPool(2)
         self.registry = Registry()
         self.registry.announce({"m": Path("m"), "late": Path("late")})
@@ -64,7 +74,9 @@ class World:
         programs = {n: self.device.program(program, ProgramSignature((s,), (s,))) for n, s in shapes.items()}
         model = ServableModel("m", 1, manifest, {(): programs}, WeightSet((), 0, self.device))
         self.scheduler.add(model)
-        self.registry.set_ready("m", prepare_checks(model, hooks or Hooks(), hook_timeout))
+        self.registry.set_ready(
+            "m", prepare_checks(model, hooks or Hooks(), hook_timeout, split_oversize=policy.split_oversize)
+        )
         self.scheduler.start()
 
     def close(self):
@@ -295,7 +307,8 @@ def test_hooks_run_around_the_device_with_the_rows_of_their_own_request(world):
         call.join()
     assert [y(call)[0, 0] for call in calls] == [40, 60, 80, 100]
     stages = w.counters.snapshot("m").stages
-    assert {s: sum(h.counts) for s, h in stages.items()} == dict.fromkeys(stages, 4)
+    # The device's memory is the host's, so nothing is downloaded.
+    assert {s: sum(h.counts) for s, h in stages.items()} == {**dict.fromkeys(stages, 4), "download": 0}
 
 
 def test_a_request_is_not_queued_before_its_preprocess_has_returned(world):
@@ -313,6 +326,41 @@ def test_a_request_is_not_queued_before_its_preprocess_has_returned(world):
     gate.set()
     call.join()
     assert call.code is Code.OK
+
+
+def test_nothing_is_prepared_that_the_queue_would_refuse(world):
+    gate, inside, prepared = threading.Event(), threading.Event(), []
+
+    def program(x):
+        inside.set()
+        gate.wait(30)
+        return x * 2
+
+    w = world(
+        hooks=Hooks(lambda i: prepared.append(1) or i), program=program, sizes=(1,), policy=Policy(max_queue_depth=1)
+    )
+    calls = [w.start()]
+    assert inside.wait(30)
+    calls.append(w.start())
+    until(lambda: len(prepared) == 2)
+    # The second is staged behind the first, which leaves room for one more.
+    until(lambda: w.scheduler.stats()["m"].in_flight == 2)
+    calls.append(w.start())
+    until(lambda: w.scheduler.stats()["m"].queue_depth == 1)
+    refused = w.ask()
+    assert (refused.code, refused.error.reason) == (Code.RESOURCE_EXHAUSTED, "queue_full")
+    assert len(prepared) == 3
+    gate.set()
+    for call in calls:
+        call.join()
+        assert call.code is Code.OK
+
+
+def test_a_request_with_more_rows_than_any_program_takes_is_run_in_pieces_when_that_is_allowed(world):
+    x = np.arange(18, dtype=np.float32).reshape(9, 2)
+    refused = world().ask(x)
+    assert (refused.code, refused.error.reason) == (Code.INVALID_ARGUMENT, "invalid")
+    assert np.array_equal(y(world(policy=Policy(split_oversize=True)).ask(x)), x * 2)
 
 
 def test_hooks_of_different_requests_overlap(world):
@@ -374,6 +422,20 @@ def test_hooks_that_hang_fail_their_request_and_at_last_their_model(world):
     assert w.device.launched == []
     release.set()
     assert w.pool.lost_threads == 2
+
+
+def test_requests_that_wait_when_hooks_hung_too_often_cost_no_more_threads(world):
+    release, ran = threading.Event(), []
+    w = world(hooks=Hooks(lambda i: (ran.append(1), release.wait(30), i)[2]), hook_timeout=0.05, max_lost=2)
+    calls = [w.start() for _ in range(12)]
+    for call in calls:
+        call.join()
+    release.set()
+    assert w.lost == [("m", 2)]
+    # Those that were running when the second one was given up may be lost as well.
+    assert 2 <= w.pool.lost_threads == len(ran) <= 4
+    reasons = sorted(call.reason for call in calls)
+    assert reasons == ["failed"] * (12 - len(ran)) + ["hook_error"] * len(ran)
 
 
 def test_the_requests_deadline_bounds_a_hook_without_a_limit_of_its_own(world):

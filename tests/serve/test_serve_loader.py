@@ -5,12 +5,11 @@ import threading
 
 import numpy as np
 import pytest
-from support.bundles import N, specs, write_affine, write_model
+from support.bundles import N, write_affine, write_model
 
-from rsrv.bundle.writer import write_bundle
 from rsrv.core.config import BundlesConfig, EndpointsConfig, HooksConfig, RuntimeConfig, ServerConfig
-from rsrv.runtime import CompilePool, open_device
-from rsrv.serve.loader import DigestWatch, Loader
+from rsrv.runtime import CompilePool, open_cache, open_device
+from rsrv.serve.loading import DigestWatch, Loader, LoadProgress, ProgramSource
 from rsrv.serve.registry import ModelState, Registry
 from rsrv.serve.scheduler import Scheduler
 
@@ -24,12 +23,14 @@ class World:
         self.phases = []
         self.loaders = []
 
-    def load(self, *dirs, **sections):
+    def load(self, *dirs, cache=None, **sections):
         self.registry = Registry()
         self.scheduler = Scheduler(self.device)
+        self.progress = LoadProgress()
+        source = ProgramSource(device=self.device, pool=self.pool, cache=cache, progress=self.progress)
         self.loaders.append((self.scheduler, loader := Loader(
             config=ServerConfig(model_dirs=[str(d) for d in dirs], endpoints=EndpointsConfig(grpc_port=0), **sections),
-            registry=self.registry, scheduler=self.scheduler, device=self.device, pool=self.pool,
+            registry=self.registry, scheduler=self.scheduler, device=self.device, source=source, progress=self.progress,
             stopping=self.stopping, on_phase=self.phases.append)))  # fmt: skip
         loader.load_all()
         return {entry.name: entry for entry in self.registry.entries()}
@@ -79,7 +80,7 @@ def test_a_bundle_becomes_a_model_with_its_programs_and_weights(world, affine):
     model = entries["affine"].prepared.model
     assert model.batch_keys(()) == (1, 4)
     assert model.weights.nbytes == 24
-    assert world.phases == ["load", "compile 0/1", "compile 1/1"]
+    assert world.phases == ["load", "compiled 0/2", "compiled 1/2", "compiled 2/2"]
     results, got = [], threading.Event()
     world.scheduler.start()
     x = np.float32([[1, 2, 3], [4, 5, 6]])
@@ -110,24 +111,74 @@ def test_an_empty_repository_is_a_warning(world, tmp_path, caplog):
     assert world.registry.waiting_for("all") == "no model is registered"
 
 
-def test_what_is_not_supported_yet_fails_with_these_words(world, affine, tmp_path):
-    bundle = copy(affine, tmp_path / "process", "def preprocess(inputs): return inputs\n")
-    edit(bundle, "axis_order", "hooks: {mode: process, processes: 2}\naxis_order")
-    tensor = specs({"x": ((N, 3), np.float32)})
-    write_bundle(
-        tmp_path / "dynamic",
-        name="dynamic",
-        executable_inputs=tensor,
-        executable_outputs=tensor,
-        modules={0: (affine / "model.b1.mlir").read_bytes()},
-        weights=[],
-        dynamic_batch_sizes=[1, 4],
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_an_import_of_hooks_that_never_returns_fails_its_model_at_the_time_limit(world, affine, tmp_path, mode):
+    bundle = copy(affine, tmp_path / "stuck", "import time\ntime.sleep(20)\ndef preprocess(inputs): return inputs\n")
+    edit(bundle, "axis_order", f"hooks: {{mode: {mode}, processes: 1}}\naxis_order")
+    entry = world.load(tmp_path, hooks=HooksConfig(import_timeout_seconds=1.0))["stuck"]
+    assert entry.reason == f"hooks: {bundle / 'model.py'}: importing it took longer than 1 s"
+
+
+def test_hooks_in_processes_are_as_many_as_the_manifest_says_and_end_with_the_loader(world, affine, tmp_path):
+    text = "import os\nimport numpy as np\ndef preprocess(inputs): return {'pid': np.array(os.getpid())}\n"
+    bundles = [copy(affine, tmp_path / "repo" / name, text) for name in ("two", "default")]
+    edit(bundles[0], "axis_order", "hooks: {mode: process, processes: 2}\naxis_order")
+    edit(bundles[1], "axis_order", "hooks: {mode: process, timeout_seconds: 9}\naxis_order")
+    entries = world.load(tmp_path / "repo")
+    found = {}
+    for name, entry in entries.items():
+        prepared = entry.prepared
+        found[name] = prepared.processes
+        assert prepared.hooks.preprocess({})["pid"] in prepared.processes.pids
+        assert prepared.hooks.postprocess is None
+    assert {name: len(processes.pids) for name, processes in found.items()} == {"two": 2, "default": 1}
+    assert entries["default"].prepared.hook_timeout == 9
+    world.loaders[0][1].hooks.close()
+    assert all(not processes.pids for processes in found.values())
+
+
+def test_a_model_that_fails_after_its_hooks_were_started_leaves_no_process(world, affine, tmp_path, monkeypatch):
+    bundle = copy(affine, tmp_path / "m", "def preprocess(inputs): return inputs\n")
+    edit(bundle, "axis_order", "hooks: {mode: process, processes: 1}\naxis_order")
+    started = []
+
+    def no_weights(*_, **__):
+        started.extend(world.loaders[0][1].hooks._processes.values())
+        raise MemoryError
+
+    monkeypatch.setattr("rsrv.serve.loading.loader.load_weights", no_weights)
+    assert world.load(tmp_path)["m"].reason.startswith("weights: ")
+    assert len(started) == 1
+    assert not started[0].pids
+
+
+def test_what_is_not_supported_yet_fails_with_these_words(world, tmp_path):
+    meta = tmp_path / "meta"
+    meta.mkdir()
+    (meta / "manifest.yaml").write_text(
+        'format_version: "3.0"\nkind: meta\nmeta: {calls: [good]}\n'
+        'client_inputs: [{name: x, dtype: f32, shape: "n"}]\nclient_outputs: [{name: y, dtype: f32, shape: "n"}]\n'
     )
+    (meta / "model.py").write_text("def run(inputs, call): return inputs\n")
     entries = world.load(tmp_path)
     assert {name: entry.reason for name, entry in entries.items()} == {
-        "dynamic": "manifest: model 'dynamic' has batching.dynamic: true, which is not supported yet",
-        "process": "manifest: model 'process' has hooks.mode: process, which is not supported yet",
+        "meta": "manifest: model 'meta' has kind: meta, which is not supported yet",
     }
+
+
+def test_models_whose_programs_are_in_the_cache_need_not_wait_for_the_others(world, affine, tmp_path, caplog):
+    cache = open_cache(tmp_path / "cache", {"device": "here"})
+    copy(affine, tmp_path / "repo" / "z-known")
+    world.load(tmp_path / "repo", cache=cache)
+    write_affine(tmp_path / "repo" / "a-new", features=7, batch_sizes=(1,))
+    caplog.set_level("INFO")
+    entries = world.load(tmp_path / "repo", cache=cache)
+    loaded = [record.args[0] for record in caplog.records if record.getMessage().startswith("model loaded")]
+    assert loaded == ["z-known", "a-new"]
+    assert {entry.state for entry in entries.values()} == {ModelState.READY}
+    assert (world.progress.counts.cache, world.progress.counts.compiled) == (2, 1)
+    assert world.phases[-1] == "compiled 3/3, 2 from cache"
+    cache.close()
 
 
 def test_hooks_are_run_once_per_load_and_only_where_they_are_allowed(world, affine, tmp_path):
@@ -190,7 +241,7 @@ def test_an_error_without_words_is_told_by_its_type(world, affine, monkeypatch, 
     def no_memory(*_):
         raise MemoryError
 
-    monkeypatch.setattr("rsrv.serve.loader.read_verified_program", no_memory)
+    monkeypatch.setattr("rsrv.serve.loading.digests.read_verified_program", no_memory)
     entry = world.load(affine.parent)["affine"]
     assert entry.state is ModelState.FAILED
     assert "model failed name=affine phase=digests error=MemoryError" in caplog.text

@@ -119,3 +119,12 @@ def test_a_server_is_ready_by_the_rule_until_it_stops(registry):
     assert (now.ready, now.reason, now.phase) == (False, "the server is stopping", "stopping")
     assert not lifecycle.enter("serving", only_from=("starting",))
     assert told == ["stopping"]
+
+
+def test_a_server_with_a_stuck_execution_is_not_ready_until_it_returns(registry):
+    stuck = ["an execution runs for 31.0 s"]
+    lifecycle = Lifecycle(registry, "any", lambda: stuck[0])
+    registry.set_ready("a", prepared())
+    assert (lifecycle.readiness().ready, lifecycle.readiness().reason) == (False, stuck[0])
+    stuck[0] = ""
+    assert lifecycle.readiness().ready

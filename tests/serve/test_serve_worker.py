@@ -4,8 +4,10 @@ import json
 import os
 import queue
 import threading
+import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
@@ -22,14 +24,14 @@ from rsrv.core.config import (
     ShmConfig,
     StartupConfig,
 )
-from rsrv.core.config.sections import ModelSchedulingConfig
+from rsrv.core.config.sections import BatchingConfig, FakeDeviceConfig, ModelSchedulingConfig
 from rsrv.core.errors import ConfigError, PortTaken
 from rsrv.core.shm import OwnedRegion
 from rsrv.core.wire import RequestedOutput, ShmInput, decode_response, encode_request, join
 from rsrv.protos import POOL, health, services
 from rsrv.protos import inference as pb
 from rsrv.serve import observe, serve, serve_worker
-from rsrv.serve.loader import Loader
+from rsrv.serve.loading import Loader
 from rsrv.serve.worker import RunningServer
 
 V2 = "/inference.GRPCInferenceService/"
@@ -127,18 +129,56 @@ def client(server):
         yield client
 
 
+def test_a_stuck_execution_makes_the_server_unready_until_it_returns(repo):
+    gate, entered = threading.Event(), threading.Event()
+    settings = config(
+        repo,
+        runtime=RuntimeConfig(backend="fake", fake=FakeDeviceConfig(seconds_per_row=1e-6)),
+        scheduler=SchedulerConfig(discipline="fifo", dispatch_timeout_seconds=0.02),
+    )
+    server = serve(settings, blocking=False)
+    changed = threading.Condition()
+
+    def notify():
+        with changed:
+            changed.notify_all()
+
+    server._health.notify = notify
+    try:
+        with Client(server) as client:
+            server.device._sleep = lambda seconds: (entered.set(), gate.wait(60))
+            call = threading.Thread(target=client.infer, args=(X,))
+            call.start()
+            assert entered.wait(60)
+            with changed:
+                assert changed.wait_for(lambda: not server.lifecycle.readiness().ready, 60)
+            status, body = client.http("/readyz")
+            assert status == 503
+            assert json.loads(body)["reason"].startswith("an execution of model 'affine' (batch key 1) runs for ")
+            assert "rsrv_worker_dispatch_stuck 1.0" in client.http("/metrics")[1]
+            gate.set()
+            call.join()
+            with changed:
+                assert changed.wait_for(lambda: server.lifecycle.readiness().ready, 60)
+            assert client.http("/readyz")[0] == 200
+            assert "rsrv_worker_dispatch_stuck 0.0" in client.http("/metrics")[1]
+    finally:
+        gate.set()
+        server.stop()
+
+
 # --- bring-up -------------------------------------------------------------------------------------------------------
 
 
 def test_both_ports_answer_before_any_bundle_is_opened_and_models_are_served_as_they_get_ready(repo, monkeypatch):
     gates = {"affine": threading.Event(), "single": threading.Event()}
-    prepare = Loader.prepare
+    finish = Loader._finish
 
-    def gated(self, found):
-        gates[found.name].wait(60)
-        prepare(self, found)
+    def gated(self, opened, steps):
+        gates[opened.found.name].wait(60)
+        finish(self, opened, steps)
 
-    monkeypatch.setattr(Loader, "prepare", gated)
+    monkeypatch.setattr(Loader, "_finish", gated)
     server = RunningServer(config(repo, startup=StartupConfig(ready_when="all")))
     server.open()
     try:
@@ -163,7 +203,7 @@ def test_both_ports_answer_before_any_bundle_is_opened_and_models_are_served_as_
             server.registry.on_change = told
             assert refused(client.infer, X) == ("UNAVAILABLE", "preparing", "model 'affine' is being prepared")
             assert refused(client.infer, X, model="nobody")[:2] == ("NOT_FOUND", "unknown_model")
-            assert refused(client.call, "ModelMetadata", name="affine")[:2] == ("UNAVAILABLE", "preparing")
+            assert not client.call("ModelReady", name="affine").ready
             assert client.health("affine") == health.HealthCheckResponse.NOT_SERVING
             gates["affine"].set()
             with server._changed:
@@ -173,8 +213,9 @@ def test_both_ports_answer_before_any_bundle_is_opened_and_models_are_served_as_
             status, body = client.http("/readyz")
             body = json.loads(body)
             assert (status, body["reason"]) == (503, "not ready: single (preparing)")
-            assert body["progress"] == {"models": 2, "prepared": 1, "failed": 0}
-            assert body["phase"].startswith("compile ")
+            expected = {"models": 2, "prepared": 1, "failed": 0, "programs": 4, "compiled": 3, "from_cache": 0}
+            assert body["progress"] == expected
+            assert body["phase"] == "compiled 3/4"
             gates["single"].set()
             assert server.wait_ready(60).ready
             assert client.http("/readyz")[0] == client.http("/v2/health/ready")[0] == 200
@@ -235,6 +276,17 @@ def test_a_taken_port_is_found_before_any_bundle_is_opened_and_nothing_is_left(r
     with pytest.raises(PortTaken):
         RunningServer(taken).open()
     assert set(threading.enumerate()) - before == set()
+
+
+def test_a_stop_does_not_wait_for_company_of_accepted_requests(repo):
+    server = serve(config(repo, batching=BatchingConfig(max_wait_ms=1e9)), blocking=False)
+    with Client(server) as client, ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(client.infer, X)
+        until = time.monotonic() + 60
+        while not server.scheduler.stats()["affine"].queue_depth and time.monotonic() < until:
+            time.sleep(0.001)
+        server.stop(60.0)
+        assert answer.result().array("y").tolist() == [[3.0, 3.0, 3.0]]
 
 
 def test_after_a_stop_no_thread_no_port_and_no_region_is_left(repo):
@@ -305,8 +357,7 @@ def test_statistics_of_an_unknown_model_are_not_found(client):
     [
         "RepositoryModelLoad",
         "RepositoryModelUnload",
-        "CudaSharedMemoryStatus",
-        "CudaSharedMemoryUnregister",
+        "CudaSharedMemoryRegister",
         "NoSuchMethod",
     ],
 )
@@ -314,6 +365,11 @@ def test_what_is_not_built_is_unimplemented(client, method):
     with pytest.raises(grpc.RpcError) as error:
         client.channel.unary_unary(V2 + method)(b"", timeout=60)
     assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_there_are_no_regions_on_a_card_and_all_of_them_can_be_unregistered(client):
+    client.call("CudaSharedMemoryUnregister", name="")
+    assert not client.call("CudaSharedMemoryStatus").regions
 
 
 @pytest.mark.parametrize("method", ["ModelControlStatus", "SetModelResidency", "SetModelPolicy", "CompactMemory"])

@@ -11,6 +11,7 @@ __getattr__, __dir__, __all__ = attach(
         "GrpcConfig": ".sections",
         "HooksConfig": ".sections",
         "KeyRow": ".keys",
+        "MetricsConfig": ".sections",
         "ModelSchedulingConfig": ".sections",
         "NodeConfig": ".node",
         "ResolvedConfig": ".resolution",

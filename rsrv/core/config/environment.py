@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -116,6 +117,8 @@ def parse_text(text: str, leaf: Leaf) -> Any:
         return text
     if any(get_origin(kind) is list for kind in kinds):
         return [part for part in text.split(":") if part]
+    if any(get_origin(kind) is dict for kind in kinds):
+        return dict(_parse_pair(pair, text) for pair in text.split())
     if bool in kinds:
         return _parse_bool(text)
     if int in kinds:
@@ -151,7 +154,11 @@ def _override(variable: str, text: str, leaf: Leaf) -> Override:
     try:
         return Override(variable, text, leaf, parse_text(text, leaf))
     except ValueError:
-        raise ConfigError(f"{variable}={text!r} is not accepted; wanted {leaf.type_text} ({leaf.key})") from None
+        mapping = any(get_origin(kind) is dict for kind in _kinds(leaf.annotation))
+        raise ConfigError(
+            f"{variable}={text!r} is not accepted; wanted {leaf.type_text} ({leaf.key})",
+            hint="a mapping is written name=value, with spaces between its entries" if mapping else None,
+        ) from None
 
 
 def _refuse_removed(variable: str, suffix: str) -> None:
@@ -161,6 +168,19 @@ def _refuse_removed(variable: str, suffix: str) -> None:
             raise ConfigError(
                 f"the variable {variable} sets {'.'.join(path)}, which was removed", hint=f"use {instead}"
             )
+
+
+def _parse_pair(pair: str, text: str) -> tuple[str, bool | int | float | str]:
+    """``name=value``, as in ``XLA_FLAGS``; the value is what YAML would make of it."""
+    name, equals, value = pair.removeprefix("--").partition("=")
+    if not (name and equals):
+        raise ValueError(text)
+    if value in ("true", "false"):
+        return name, value == "true"
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return name, number(value)
+    return name, value
 
 
 def _parse_bool(text: str) -> bool:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from rsrv.core.config.blocks import flatten, normalise, put
 from rsrv.core.config.environment import ALLOW_FAKE_VARIABLE, read_overrides
-from rsrv.core.config.keys import find_leaf, show, split_key, suggest_key, worker_leaves
+from rsrv.core.config.keys import find_leaf, section_of, show, split_key, suggest_key, worker_leaves
 from rsrv.core.config.node import WorkerBlock
 from rsrv.core.config.problems import config_error
 from rsrv.core.config.sections import ServerConfig
@@ -95,7 +95,7 @@ def values_of(config: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[s
         value = getattr(config, name)
         if isinstance(value, BaseModel):
             yield from values_of(value, (*path, name))
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and section_of(type(config).model_fields[name])[1]:
             for item, section in value.items():
                 yield from values_of(section, (*path, name, item))
         else:
@@ -133,7 +133,9 @@ def _wanted(path: tuple[str, ...]) -> tuple[str, str] | None:
 
 
 def _origin(origins: Mapping[str, str], key: str) -> str:
-    """The origin of `key`, or of the nearest thing above it that somebody set as a whole."""
+    """The origin of `key`, of something in it, or of the nearest thing above it that somebody set as a whole."""
+    if key not in origins and (inside := next((name for name in origins if name.startswith(f"{key}.")), None)):
+        return origins[inside]
     while key not in origins and "." in key:
         key = key.rpartition(".")[0]
     return origins.get(key, "default")

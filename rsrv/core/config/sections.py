@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+MAX_BATCH_SIZES = 256
+"""Programs that one model may be specialised to."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
+BatchSize = Annotated[int, Field(ge=1, le=2**31 - 1)]
 NotNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0)]
-PositiveSeconds = Annotated[float, Field(gt=0)]
+# What is longer than that (31 years) no clock, lock or poll of the system takes.
+Milliseconds = Annotated[float, Field(ge=0, le=1e12)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -52,10 +58,12 @@ class BundlesConfig(Section):
 class HooksConfig(Section):
     allow: bool = True
     """Run the bundles' `model.py`. When false a bundle with hooks is refused."""
-    timeout_seconds: PositiveSeconds | None = None
-    """Longest time for one hook call. Unset: only the request's deadline bounds it."""
+    timeout_seconds: PositiveSeconds | None = 60.0
+    """Longest time for one hook call. Null: no limit, and a hook that never returns keeps its thread or process."""
+    import_timeout_seconds: PositiveSeconds = 120.0
+    """Longest time for the import of one `model.py`."""
     max_lost: NotNegative = 4
-    """Hook threads that may be written off as hung before their model is failed."""
+    """Hook threads that may be written off as hung, or hook processes that may end, before their model is failed."""
 
 
 class ShmConfig(Section):
@@ -106,18 +114,75 @@ class RuntimeConfig(Section):
     """Longest time for one program to compile."""
     compile_memory_bytes: Positive | None = None
     """Memory that a compile process may use. Unset: no limit."""
+    xla_options: dict[Name, bool | int | float | str] = {}
+    """Options of XLA for every compilation: flags without dashes and their values. An unknown one is refused."""
+    numerics: Literal["auto", "f32", "tf32"] = "auto"
+    """Products in float32: `auto`, as the hardware does them; `f32`, alike everywhere; `tf32`, where a card has it."""
+    autotune: bool = True
+    """Let XLA time kernels on the card while it compiles. Off: its default kernels, the same in every run."""
+    autotune_cache: bool | None = None
+    """Keep what was timed in `runtime.autotune_cache_dir`. Unset: as XLA does it."""
+    autotune_cache_dir: str = ""
+    """Directory of the timings. Empty it when the driver or jaxlib changes."""
+
+    @model_validator(mode="after")
+    def _tf32_needs_a_card(self) -> RuntimeConfig:
+        if self.numerics == "tf32" and self.backend == "cpu":
+            raise ValueError("numerics is tf32, which no CPU computes in; wanted auto or f32 with backend cpu")
+        return self
 
 
 class ModelSchedulingConfig(Section):
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the device under `fair`, relative to the weights of the other models that have work."""
+    max_wait_ms: Milliseconds | None = None
+    """How long a request of this model may wait for others to run with. Unset: `batching.max_wait_ms`."""
     max_batch_size: AtLeastOne | None = None
     """Most rows that requests are merged to. Unset: the largest compiled batch size. A larger request stays whole."""
+    batch_sizes: Annotated[list[BatchSize], Field(min_length=1, max_length=MAX_BATCH_SIZES)] | None = None
+    """Batch sizes to compile for, when the bundle has `batching.dynamic: true`. Unset: those that it lists."""
+
+    @field_validator("batch_sizes")
+    @classmethod
+    def _each_once(cls, sizes: list[int] | None) -> list[int] | None:
+        for size in sizes or ():
+            if sizes is not None and sizes.count(size) > 1:
+                raise ValueError(f"the batch size {size} is there twice")
+        return sizes
 
 
 class SchedulerConfig(Section):
+    discipline: Literal["fair", "fifo", "edf"] = "fair"
+    """Which model runs next: the one that is owed most device time, the oldest request's, the earliest deadline's."""
+    fair_population: Literal["active", "prepared"] = "active"
+    """Over which models `fair` takes shares: those with work, or all (the rule of an older system)."""
+    ema_halflife_seconds: PositiveSeconds = 30.0
+    """Under `fair`, seconds after which device time that a model used counts half."""
+    recency_penalty_cap: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Under `fair`, the most that a model's share of the device may count as owed or overdrawn."""
+    coalescing_discount: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Under `fair`, how much cheaper a batch of at least two requests counts."""
+    cost_ema_alpha: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Weight of the newest measurement of how long a program takes."""
     max_queue_depth: Positive = 1024
     """Requests that may wait for one model; one more is refused."""
+    dispatch_timeout_seconds: PositiveSeconds = 30.0
+    """An execution that takes longer is reported as stuck, and the server is not ready until it returns."""
+    implicit_deadline: bool = False
+    """Give requests without a deadline one: `dispatch_timeout_seconds` after their arrival."""
+    variant_overtakes: NotNegative = 0
+    """How many later requests of another shape may pass a request, so that mixed shapes fill batches; 0 = none."""
+    shed_late: bool = True
+    """Refuse a request at once when the queue before it takes longer, as measured, than its deadline allows."""
     models: dict[Name, ModelSchedulingConfig] = {}
     """Settings of single models, by name."""
+
+
+class BatchingConfig(Section):
+    max_wait_ms: Milliseconds = 0.0
+    """Milliseconds that a request may wait for others to run with, while the device is free; 0 = not at all."""
+    split_oversize: bool = False
+    """Run a request with more rows than any program takes in pieces; otherwise it is refused."""
 
 
 class EndpointsConfig(Section):
@@ -142,6 +207,11 @@ class EndpointsConfig(Section):
         if self.grpc_port and self.grpc_port == self.http_port:
             raise ValueError(f"grpc_port and http_port are both {self.grpc_port}; wanted two ports that differ")
         return self
+
+
+class MetricsConfig(Section):
+    triton_compat: bool = False
+    """Export requests under the names of Triton Inference Server, too (`nv_inference_*`)."""
 
 
 class GrpcConfig(Section):
@@ -172,12 +242,18 @@ class ServerConfig(Section):
         refuse(("dynamic", "explicit"), "the control mode {value!r} is not supported yet; wanted 'static'"),
     ] = "static"
     """How the set of models may change while the server runs; `static`: not at all."""
+    cache_dir: str = ""
+    """Directory for what restarts can use again: compiled programs. Empty: nothing is kept."""
+    cache_max_bytes: Positive | None = 8 << 30
+    """How many bytes the compiled programs in `cache_dir` may take; those unused for the longest time go first."""
     startup: StartupConfig = StartupConfig()
     bundles: BundlesConfig = BundlesConfig()
     hooks: HooksConfig = HooksConfig()
     shm: ShmConfig = ShmConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    batching: BatchingConfig = BatchingConfig()
     endpoints: EndpointsConfig = EndpointsConfig()
+    metrics: MetricsConfig = MetricsConfig()
     grpc: GrpcConfig = GrpcConfig()
     shutdown: ShutdownConfig = ShutdownConfig()

@@ -6,21 +6,30 @@ Threads
               batches are cut up and delivered, then one look-ahead batch is staged while a launch is outstanding.
     device    Takes the staged batch when the device is free, owns the one outstanding `Launch`, waits for its result.
               A program known to be quick is launched by the dispatch thread itself: hand-overs would cost more.
-    Both sleep on a lock as a bell, without polling: an idle worker uses no CPU. One lock guards all state; it is held
-    to enqueue, choose, hand over and count, never across staging, device work or a `done` callback.
+    watchdog  Looks now and then whether the outstanding execution takes too long, and says so.
+    Dispatch and device sleep on a lock as a bell, without polling: an idle worker uses no CPU. One lock guards all
+    state; it is held to enqueue, choose, hand over and count, never across staging, device work or a `done` callback.
 
 States of a request
     queued    In `ModelQueue.tickets`. Cancelled or expired ones leave it whenever the next dispatch is chosen.
     staged    Merged into 64-byte aligned blocks, in the one slot before the device. Until the launch it can come back:
-              the batch grows with requests that fit, is dropped with its model, or is rejected.
+              the batch grows with requests that fit, gives way to an earlier deadline (edf), is dropped with its model,
+              or is rejected.
     running   Deadline and cancellation were looked at once more; now nothing stops it.
     settled   `done` was called, exactly once: outputs, or the error of the dispatch or of the drop.
+
+The choice
+    Which model   `select`, by the discipline: `fair` (accounts in `shares`), `fifo` or `edf`. A model whose batching
+                  window is open waits for company until the window closes, a batch is full or a deadline gets near.
+    Which batch   `plan`: a leading run of requests of one shape, perhaps past requests of other shapes, on the batch
+                  size that makes all queued rows cheapest by the measured `costs`.
 
 A merged dispatch that fails, with anything but a `DeviceError`, is re-run request by request once, so that one bad
 request fails alone. Blocks go back to the pool only after the launch ended and its input buffers were freed, because
 the CPU device computes straight from them; results never alias inputs.
 
-`plan`, `select`, `Backlog` are pure (no threads, time passed in); `Launcher` and `Scheduler` are the thin shell.
+`plan`, `select`, `shares`, `costs`, `ModelQueue` and `Backlog` are pure (no threads, time passed in); `Dispatcher`,
+`Launcher` and `Watchdog` are the thin shell, `Scheduler` is its face.
 """
 
 from rsrv._lazy import attach
@@ -29,10 +38,13 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "BatchReport": ".stats",
+        "ModelPolicy": ".policy",
         "ModelStats": ".stats",
+        "Policy": ".policy",
         "Result": ".queue",
-        "Scheduler": ".dispatch",
+        "Scheduler": ".scheduler",
         "ServableModel": ".model",
+        "Stuck": ".watchdog",
         "Ticket": ".queue",
     },
 )

@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from rsrv.core.errors import DeadlineExceeded, ModelUnloaded, QueueFull
 from rsrv.serve.scheduler.batch import Batch
-from rsrv.serve.scheduler.plan import Variant, fitting_key
-from rsrv.serve.scheduler.queue import Dropped, ModelQueue, Result, Ticket, select
+from rsrv.serve.scheduler.costs import UNMEASURED_SECONDS
+from rsrv.serve.scheduler.plan import Plan, Variant, fitting_key
+from rsrv.serve.scheduler.policy import Policy
+from rsrv.serve.scheduler.queue import Dropped, ModelQueue, Result, Ticket
+from rsrv.serve.scheduler.select import most_owed, most_urgent, oldest
+from rsrv.serve.scheduler.shares import Shares
 
 if TYPE_CHECKING:
     from rsrv.core.shm.tensor import Tensor
@@ -18,35 +23,81 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NEVER = 1 << 63
+
 
 class Backlog:
     """The queues of all scheduled models.
 
-    `dropped` collects requests that were found cancelled or expired, for whoever settles them.
+    A queue with requests is *ready*, or *waits* for company when its model has a batching window.
+
+    Attributes:
+        dropped: requests that were found cancelled, expired or hopeless, for whoever settles them.
+        shares: the accounts of the fair discipline, kept under every discipline.
     """
 
-    def __init__(self, max_queue_depth: int) -> None:
-        self._max_queue_depth = max_queue_depth
+    def __init__(self, policy: Policy, now_ns: int = 0) -> None:
+        self.policy = policy
         self.queues: dict[str, ModelQueue] = {}
-        self._active: dict[ModelQueue, None] = {}
-        self._retries: deque[tuple[ModelQueue, Ticket]] = deque()
         self.dropped: list[Dropped] = []
+        self._all_prepared = policy.fair_population == "prepared"
+        self.shares = Shares(policy.ema_halflife_seconds, credit_idle=self._all_prepared, now_ns=now_ns)
+        self._ready: dict[ModelQueue, None] = {}
+        self._waiting: dict[ModelQueue, None] = {}
+        self._unplanned: dict[ModelQueue, None] = {}
+        self._retries: deque[tuple[ModelQueue, Ticket]] = deque()
+        self._cancelled: deque[Ticket] = deque()
+        # No deadline passes before this.
+        self._expiry_ns = _NEVER
+        self._hurried = False
 
     @property
     def waiting(self) -> bool:
-        return bool(self._active or self._retries)
+        """Whether anything waits, ready or not."""
+        return bool(self._ready or self._retries or self._waiting)
 
-    def add(self, model: ServableModel) -> None:
+    @property
+    def ripe_ns(self) -> int | None:
+        """When the first batching window closes, None when none is open."""
+        return min([queue.ripe_ns for queue in self._waiting]) if self._waiting else None
+
+    def add(self, model: ServableModel) -> ModelQueue:
         """Raises ValueError when the name is taken."""
         if model.name in self.queues:
             raise ValueError(f"model {model.name!r} is already scheduled; remove it first")
-        self.queues[model.name] = ModelQueue(model)
+        queue = self.queues[model.name] = ModelQueue(model, self.policy, self._cancelled)
+        self.shares.open(queue)
+        if self._all_prepared:
+            self.shares.enter(queue)
+        return queue
 
     def remove(self, name: str) -> ModelQueue | None:
         """Accept nothing more for `name`; what is queued for it stays queued."""
         queue = self.queues.pop(name, None)
         if queue is not None:
             queue.removed = True
+            self.shares.close(queue)
+        return queue
+
+    # --- what comes in ------------------------------------------------------------------------------------------------
+
+    def admit(self, model: ServableModel, deadline_ns: int, now_ns: int, requests: int = 1) -> ModelQueue:
+        """The queue for so many requests to `model`. Raises ModelUnloaded, DeadlineExceeded or QueueFull."""
+        queue = self.queues.get(model.name)
+        if queue is None or queue.model is not model:
+            raise ModelUnloaded(f"model {model.name!r} (incarnation {model.incarnation}) is no longer served")
+        if deadline_ns and now_ns >= deadline_ns:
+            queue.counters.dropped["deadline"] += 1
+            raise DeadlineExceeded(f"the deadline passed {(now_ns - deadline_ns) / 1e6:.1f} ms before queueing")
+        limit = self.policy.max_queue_depth
+        if queue.depth + requests > limit:
+            self._clear_out(now_ns)
+            if queue.depth + requests > limit:
+                queue.counters.dropped["queue_full"] += 1
+                more = f", and this one is {requests} pieces" if requests > 1 else ""
+                raise QueueFull(
+                    f"the queue of model {model.name!r} is full: {queue.depth} requests wait, at most {limit} may{more}"
+                )
         return queue
 
     def accept(
@@ -58,76 +109,267 @@ class Backlog:
         deadline_ns: int,
         done: Callable[[Result], None],
         now_ns: int,
+        *,
+        shed: bool = True,
     ) -> Ticket:
-        """Append a request. Raises ModelUnloaded, DeadlineExceeded or QueueFull."""
-        queue = self.queues.get(model.name)
-        if queue is None or queue.model is not model:
-            raise ModelUnloaded(f"model {model.name!r} (incarnation {model.incarnation}) is no longer served")
-        if deadline_ns and now_ns >= deadline_ns:
-            queue.counters.dropped["deadline"] += 1
-            raise DeadlineExceeded(f"the deadline passed {(now_ns - deadline_ns) / 1e6:.1f} ms before queueing")
-        if len(queue.tickets) >= self._max_queue_depth and not self._sweep(queue, now_ns):
-            queue.counters.dropped["queue_full"] += 1
-            raise QueueFull(f"the queue of model {model.name!r} is full: {self._max_queue_depth} requests wait")
+        """Append a request. Raises ModelUnloaded, DeadlineExceeded or QueueFull.
+
+        `shed`: it may be refused for what is queued before it (`Policy.shed_late`).
+        """
+        queue = self.admit(model, deadline_ns, now_ns)
+        if deadline_ns:
+            if shed and queue.depth and self.policy.shed_late:
+                self._require_in_time(queue, rows, variant, deadline_ns, now_ns)
+            self._expiry_ns = min(self._expiry_ns, deadline_ns)
         ticket = Ticket(queue, inputs, rows, variant, deadline_ns, done, now_ns)
         queue.append(ticket)
-        self._active[queue] = None
+        self._queued(queue, now_ns)
         return ticket
 
-    def next(self, now_ns: int) -> Batch | None:
-        """Take the next requests to run: those to be retried alone, then of the model with the oldest request."""
+    def _require_in_time(self, queue: ModelQueue, rows: int, variant: Variant, deadline_ns: int, now_ns: int) -> None:
+        """Refuse a request that would be late even if the device did nothing but this queue, and nobody gave up."""
+        keys = queue.model.batch_keys(variant)
+        needed_ns = queue.costs.at_least_ns(variant, keys, queue.rows, rows) if keys else 0
+        if now_ns + needed_ns >= deadline_ns > 0 and needed_ns:
+            queue.counters.dropped["predicted"] += 1
+            raise DeadlineExceeded(
+                f"model {queue.model.name!r} has {queue.rows} rows to run first, so the request would take at least "
+                f"{needed_ns / 1e6:.1f} ms; its deadline is in {(deadline_ns - now_ns) / 1e6:.1f} ms"
+            )
+
+    def _queued(self, queue: ModelQueue, now_ns: int) -> None:
+        """`queue` has requests: it is ready, or opens a window."""
+        if not self._all_prepared:
+            self.shares.enter(queue)
+        if queue.planned is None:
+            self._unplanned[queue] = None
+        if queue in self._ready:
+            return
+        if queue.max_wait_ns and not self._hurried:
+            queue.ripe_ns = queue.ripens()
+            if now_ns < queue.ripe_ns and not queue.next_plan().full:
+                self._waiting[queue] = None
+                return
+            self._waiting.pop(queue, None)
+        self._ready[queue] = None
+
+    def hurry(self) -> None:
+        """Close every batching window, those to come as well."""
+        self._hurried = True
+        self._ready.update(self._waiting)
+        self._waiting.clear()
+
+    # --- what goes out ------------------------------------------------------------------------------------------------
+
+    def next(self, now_ns: int, busy_ns: int = 0) -> Batch | None:
+        """Take the next requests to run: one to be retried alone, else of the model that the discipline chooses.
+
+        `busy_ns` is for how long the device is still expected to be busy.
+        """
+        if self._cancelled or now_ns >= self._expiry_ns:
+            self._clear_out(now_ns)
         if self._retries:
             queue, ticket = self._retries.popleft()
             key = fitting_key(queue.model.batch_keys(ticket.variant), ticket.rows)
             queue.in_flight += 1
-            return Batch(queue, [ticket], key, final=True)
-        for queue in [*self._active]:
-            self._sweep(queue, now_ns)
-        if not self._active:
-            return None
-        queue = select(self._active)
+            return Batch(queue, [ticket], key, final=True, alone=True)
+        if self._waiting:
+            self._open_ripe(now_ns)
+        while self._ready:
+            queue = self._choose()
+            batch = self._batch(queue, now_ns, now_ns + busy_ns)
+            if batch is not None:
+                return batch
+        return None
+
+    def _choose(self) -> ModelQueue:
+        ready = self._ready
+        if len(ready) == 1:
+            return next(iter(ready))
+        match self.policy.discipline:
+            case "fifo":
+                return oldest(ready)
+            case "edf":
+                return most_urgent(ready)
+            case "fair":
+                self._plan_all()
+                return most_owed(ready, self.shares, self.policy.recency_penalty_cap, always_divide=self._all_prepared)
+
+    def _plan_all(self) -> None:
+        """Bring the prices of all ready models up to date."""
+        for queue in self._unplanned:
+            if queue.depth:
+                try:
+                    queue.reprice()
+                except Exception:
+                    # The planning of its batch fails in the same way, and is dealt with there.
+                    queue.price = UNMEASURED_SECONDS
+        self._unplanned.clear()
+
+    def _batch(self, queue: ModelQueue, now_ns: int, start_ns: int) -> Batch | None:
+        """Take the next batch of `queue`, to start at `start_ns`; None when nobody in it would be in time."""
         try:
-            plan = queue.plan()
-            assert plan is not None
+            plan = queue.next_plan()
+            urgent = self.policy.discipline == "edf" and self._may_be_late(queue, plan, start_ns)
+            if urgent:
+                plan = queue.plan(in_time=_in_time(queue, start_ns)) or plan
         except Exception as error:
             # A bug, and it would hold up every model; the request that showed it pays.
             logger.exception("planning failed model=%s", queue.model.name)
-            self.dropped += [(ticket, error) for ticket in self._take(queue, 1)]
+            head = queue.tickets[0]
+            self._drop(Dropped.because(head, error))
             return None
+        if urgent and self._drop_late(queue, plan, now_ns, start_ns):
+            return None
+        tickets = queue.take(plan)
+        # Counted first: a model stays in the population while its work is executing.
         queue.in_flight += 1
-        return Batch(queue, self._take(queue, plan.take), plan.batch_key, final=plan.full)
+        self._left(queue, now_ns)
+        return Batch(queue, tickets, plan.batch_key, final=plan.full)
 
-    def grow(self, batch: Batch) -> Batch | None:
+    def _may_be_late(self, queue: ModelQueue, plan: Plan, start_ns: int) -> bool:
+        """Whether a batch that starts at `start_ns` might end after a deadline of anybody in `queue`."""
+        if not queue.urgent_ns:
+            return False
+        margin_ns = queue.costs.margin_ns(queue.tickets[0].variant, plan.batch_key, start_ns)
+        return start_ns + margin_ns >= queue.urgent_ns
+
+    def _drop_late(self, queue: ModelQueue, plan: Plan, now_ns: int, start_ns: int) -> bool:
+        """Drop those of `plan` that would end after their deadlines; whether there were any."""
+        picks = plan.picks or range(plan.take)
+        waiting = [*islice(queue.live(), picks[-1] + 1)]
+        needed_ns = start_ns - now_ns + queue.costs.margin_ns(waiting[0].variant, plan.batch_key, start_ns)
+        verdicts = [verdict for at in picks if (verdict := waiting[at].verdict(now_ns, needed_ns)) is not None]
+        for verdict in verdicts:
+            self._drop(verdict)
+        return bool(verdicts)
+
+    def grow(self, batch: Batch, now_ns: int) -> Batch | None:
         """`batch` and the queued requests that can join it; None when none can."""
         queue, tickets = batch.queue, batch.tickets
-        plan = queue.plan(ahead=tickets)
-        if plan is None or plan.take <= len(tickets):
+        urgent = self.policy.discipline == "edf"
+        plan = queue.plan(tickets, _in_time(queue, now_ns) if urgent else None)
+        n = len(tickets)
+        if plan is None or plan.take <= n or (plan.picks and plan.picks[:n] != tuple(range(n))):
             return None
-        return Batch(queue, tickets + self._take(queue, plan.take - len(tickets)), plan.batch_key, final=True)
+        picks = tuple([at - n for at in plan.picks[n:]])
+        joining = queue.take(plan._replace(take=plan.take - n, picks=picks))
+        self._left(queue, now_ns)
+        return Batch(queue, tickets + joining, plan.batch_key, final=True)
+
+    def precedes(self, ticket: Ticket, staged: Batch) -> bool:
+        """Whether a request that has just come should run before a batch that is staged."""
+        if staged.alone or self.policy.discipline != "edf" or not ticket.deadline_ns or ticket.queue is staged.queue:
+            return False
+        if not staged.urgent_ns:
+            staged.urgent_ns = min([other.deadline_ns for other in staged.tickets if other.deadline_ns], default=_NEVER)
+        return ticket.deadline_ns < staged.urgent_ns
+
+    def put_back(self, batch: Batch) -> None:
+        """Undo `next`: the requests of `batch` stand at the front of their queue again, in order."""
+        queue = batch.queue
+        queue.in_flight -= 1
+        if batch.alone:
+            self._retries.appendleft((queue, batch.tickets[0]))
+            return
+        queue.put_back(batch.tickets)
+        self._expiry_ns = min(self._expiry_ns, queue.urgent_ns or _NEVER)
+        self._waiting.pop(queue, None)
+        self._ready[queue] = self._unplanned[queue] = None
 
     def retry(self, queue: ModelQueue, tickets: Sequence[Ticket]) -> None:
         """Run each of `tickets` alone, before anything else."""
         self._retries.extend((queue, ticket) for ticket in tickets)
 
-    def clear(self, only: ModelQueue | None = None) -> list[Ticket]:
+    def clear(self, now_ns: int, only: ModelQueue | None = None) -> list[Ticket]:
         """Take everything that waits, or what waits in one queue."""
         tickets = [ticket for queue, ticket in self._retries if only is None or queue is only]
         self._retries = deque((queue, ticket) for queue, ticket in self._retries if not (only is None or queue is only))
-        for queue in [*self._active] if only is None else [only]:
-            tickets += self._take(queue, len(queue.tickets))
+        for queue in [*self._ready, *self._waiting] if only is None else [only]:
+            tickets += queue.take_all()
+            self._left(queue, now_ns)
         return tickets
 
-    def _take(self, queue: ModelQueue, n: int) -> list[Ticket]:
-        tickets = queue.take(n)
-        if not queue.tickets:
-            self._active.pop(queue, None)
-        return tickets
+    # --- what became of it --------------------------------------------------------------------------------------------
 
-    def _sweep(self, queue: ModelQueue, now_ns: int) -> bool:
-        dropped = queue.sweep(now_ns)
-        if not dropped:
-            return False
-        self.dropped += dropped
-        if not queue.tickets:
-            self._active.pop(queue, None)
-        return True
+    def measured(self, queue: ModelQueue, variant: Variant, batch_key: int, compute_ns: int, now_ns: int) -> None:
+        """A program of `queue` ran once."""
+        if queue.costs.measured(variant, batch_key, compute_ns, now_ns):
+            queue.replan()
+        if queue.depth:
+            # Its price has changed.
+            self._unplanned[queue] = None
+
+    def settled(self, queue: ModelQueue) -> None:
+        """A batch of `queue` is no longer in flight."""
+        queue.in_flight -= 1
+        if not queue.in_flight and not queue.depth and not self._all_prepared:
+            self.shares.leave(queue)
+
+    def replan(self, queue: ModelQueue) -> None:
+        """Costs or limits have changed."""
+        queue.replan()
+        if queue.depth:
+            self._unplanned[queue] = None
+
+    # --- small parts --------------------------------------------------------------------------------------------------
+
+    def _left(self, queue: ModelQueue, now_ns: int) -> None:
+        """Requests left `queue`."""
+        if queue.depth:
+            self._unplanned[queue] = None
+            if queue.max_wait_ns:
+                self._ready.pop(queue, None)
+                self._queued(queue, now_ns)
+            return
+        self._ready.pop(queue, None)
+        self._waiting.pop(queue, None)
+        self._unplanned.pop(queue, None)
+        if not queue.in_flight and not self._all_prepared:
+            self.shares.leave(queue)
+
+    def _open_ripe(self, now_ns: int) -> None:
+        for queue in [queue for queue in self._waiting if now_ns >= queue.ripe_ns]:
+            del self._waiting[queue]
+            self._ready[queue] = None
+
+    def _clear_out(self, now_ns: int) -> None:
+        """Drop what is cancelled or expired, wherever it stands."""
+        while self._cancelled:
+            ticket = self._cancelled.popleft()
+            if ticket.queued:
+                self._drop_for_good(ticket, now_ns)
+        if now_ns < self._expiry_ns:
+            return
+        for queue in [*self._ready, *self._waiting]:
+            if queue.urgent_ns and queue.urgent_ns <= now_ns:
+                for ticket in queue.expired(now_ns):
+                    self._drop_for_good(ticket, now_ns)
+        self._expiry_ns = min(
+            [queue.urgent_ns for queues in (self._ready, self._waiting) for queue in queues if queue.urgent_ns],
+            default=_NEVER,
+        )
+
+    def _drop_for_good(self, ticket: Ticket, now_ns: int) -> None:
+        verdict = ticket.verdict(now_ns)
+        if verdict is not None:
+            self._drop(verdict)
+
+    def _drop(self, dropped: Dropped) -> None:
+        queue = dropped.ticket.queue
+        self.dropped.append(dropped)
+        queue.drop(dropped.ticket)
+        if queue.depth:
+            self._unplanned[queue] = None
+        else:
+            self._left(queue, 0)
+
+
+def _in_time(queue: ModelQueue, start_ns: int) -> Callable[[int, Sequence[Ticket]], int]:
+    """How many of the requests that start at `start_ns` on a program end before their deadlines."""
+
+    def in_time(batch_key: int, tickets: Sequence[Ticket]) -> int:
+        end_ns = start_ns + queue.costs.margin_ns(tickets[0].variant, batch_key, start_ns)
+        return sum([not ticket.deadline_ns or end_ns < ticket.deadline_ns for ticket in tickets])
+
+    return in_time

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from rsrv.core.errors import DeviceError, RsrvError
+from rsrv.core.errors import DeviceError
 from rsrv.core.memory import ALIGNMENT, address
 from rsrv.core.shm.tensor import RegionTensor, Tensor
 from rsrv.core.staging import StagingPool
 from rsrv.core.tensors import TensorSpec
-from rsrv.serve.scheduler.queue import ModelQueue, Ticket
+from rsrv.serve.scheduler.queue import Dropped, ModelQueue, Ticket
 
 if TYPE_CHECKING:
     from rsrv.serve.scheduler.model import ServableModel
@@ -42,23 +42,35 @@ class Batch:
 
     Attributes:
         final: it may be launched as it is; else only while no queued request could join it.
+        alone: its one request was in a batch that failed, and must not be merged with others again.
         quick: it is known to take less time than handing it to another thread is worth.
         staged: None before it is staged, and after its blocks were given back.
         outputs, error: what the launch gave; both stay None when nobody was left to run it for.
-        dropped: requests found cancelled or expired at launch, by position; their rows ran as padding.
+        dropped: requests found cancelled or too late at launch, by position; their rows ran as padding.
+        compute_ns: how long upload, execution and download took; `upload_ns` and `download_ns` are its parts.
+        margin_ns: how long before their deadlines the requests have to be launched.
+        recalled: it goes back to its queue, and is not launched.
+        urgent_ns: the earliest deadline in it; 0 = nobody has asked yet.
     """
 
     queue: ModelQueue
     tickets: list[Ticket]
     batch_key: int
     final: bool
+    alone: bool = False
     quick: bool = False
     staged: Staged | None = None
     outputs: list[np.ndarray] | None = None
     error: BaseException | None = None
-    dropped: dict[int, RsrvError] | None = None
+    dropped: dict[int, Dropped] | None = None
     launched_ns: int = 0
     compute_ns: int = 0
+    upload_ns: int = 0
+    download_ns: int = 0
+    margin_ns: int = 0
+    recalled: bool = False
+    urgent_ns: int = 0
+    _rows: int = 0
 
     @property
     def live(self) -> list[Ticket]:
@@ -70,12 +82,15 @@ class Batch:
 
     @property
     def live_rows(self) -> int:
-        return sum([ticket.rows for ticket in self.live])
+        """Their rows; asked for only after the launch, which decides who is dropped."""
+        if not self._rows:
+            self._rows = sum([ticket.rows for ticket in self.live])
+        return self._rows
 
     def release(self, pool: StagingPool) -> None:
         """Give the blocks back; only when no device buffer aliases them any more."""
         staged, self.staged = self.staged, None
-        if staged is not None:
+        if staged is not None and staged.blocks:
             _release(staged, pool)
 
 
@@ -171,14 +186,23 @@ def split(
         raise DeviceError(f"model {model.name!r}: the program returned {len(outputs)} results, not {len(specs)}")
     if not model.coalescable or (len(rows) == 1 and rows[0] == batch_key):
         return [{spec.name: output for spec, output in zip(specs, outputs, strict=True)}]
-    replies: list[dict[str, np.ndarray]] = [{} for _ in rows]
+    bounds, end = [], 0
+    for n in rows:
+        bounds.append((end, end + n))
+        end += n
+    columns = []
     for spec, output in zip(specs, outputs, strict=True):
         _require_rows(model, spec, output, batch_key)
-        name, before, start = spec.name, (slice(None),) * (spec.batch_axis or 0), 0
-        for reply, n in zip(replies, rows, strict=True):
-            reply[name] = output[(*before, slice(start, start + n))]
-            start += n
-    return replies
+        if spec.batch_axis == 0:
+            columns.append([output[start:end] for start, end in bounds])
+        else:
+            before = (slice(None),) * (spec.batch_axis or 0)
+            columns.append([output[(*before, slice(start, end))] for start, end in bounds])
+    if len(specs) == 1:
+        name = specs[0].name
+        return [{name: part} for part in columns[0]]
+    names = [spec.name for spec in specs]
+    return [dict(zip(names, parts, strict=True)) for parts in zip(*columns, strict=True)]
 
 
 def _require_rows(model: ServableModel, spec: TensorSpec, output: np.ndarray, batch_key: int) -> None:

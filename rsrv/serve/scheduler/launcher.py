@@ -26,6 +26,12 @@ class Launcher:
         lock: the scheduler's lock; everything public here is called with it held, except `start` and `join`.
         clock: monotonic nanoseconds.
         taken, finished: called with the lock held when the staged batch is taken, and when it has run.
+
+    Attributes:
+        staged: the batch in the slot.
+        running: what the device thread has taken.
+        finished: what it ran and nobody has settled.
+        outstanding: what the device executes now, whichever thread launched it; may be read without the lock.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class Launcher:
         self.staged: Batch | None = None
         self.running: Batch | None = None
         self.finished: list[Batch] = []
+        self.outstanding: Batch | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -83,7 +90,7 @@ class Launcher:
     def _next(self) -> Batch | None:
         batch = self.staged
         # With requests behind it that may join, the dispatch thread plans it again first.
-        if batch is None or not (batch.final or not batch.queue.tickets):
+        if batch is None or batch.recalled or not (batch.final or not batch.queue.tickets):
             return None
         self.running, self.staged = batch, None
         self._on_taken()
@@ -110,18 +117,22 @@ class Launcher:
     def execute(self, batch: Batch) -> None:
         """Launch `batch` and wait for it: its `outputs`, `error` and times say what happened. Never raises."""
         batch.launched_ns = started = self._clock()
+        self.outstanding = batch
         try:
             self._execute(batch, started)
         except BaseException as error:
             batch.error = error
+        self.outstanding = None
         batch.compute_ns = self._clock() - started
 
     def _execute(self, batch: Batch, started: int) -> None:
+        last_start = started + batch.margin_ns
         for position, ticket in enumerate(batch.tickets):
-            verdict = ticket.verdict(started)
-            if verdict is not None:
-                batch.dropped = batch.dropped or {}
-                batch.dropped[position] = verdict
+            if ticket.cancelled or 0 < ticket.deadline_ns <= last_start:
+                verdict = ticket.verdict(started, batch.margin_ns)
+                if verdict is not None:
+                    batch.dropped = batch.dropped or {}
+                    batch.dropped[position] = verdict
         if batch.dropped and len(batch.dropped) == len(batch.tickets):
             return
         assert batch.staged is not None
@@ -131,7 +142,10 @@ class Launcher:
         try:
             for array, alias in batch.staged.inputs:
                 buffers.append(device.put(array, alias=alias))
-            batch.outputs = device.launch(executable, [*buffers, *model.weights.buffers]).result()
+            batch.upload_ns = self._clock() - started
+            launch = device.launch(executable, [*buffers, *model.weights.buffers])
+            batch.outputs = launch.result()
+            batch.download_ns = launch.download_ns
         finally:
             try:
                 device.free(buffers)

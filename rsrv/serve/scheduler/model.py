@@ -87,13 +87,15 @@ class ServableModel:
         try:
             return self._shapes[variant, rows]
         except KeyError:
-            pass
+            # Bounded: only row counts that some program of a compiled variant takes get here.
+            return self._shapes.setdefault((variant, rows), self._shapes_of(variant, rows))
+
+    def _shapes_of(self, variant: Variant, rows: int) -> tuple[InputShape, ...]:
         shapes, sizes = [], iter(variant)
         for spec in self.input_specs:
             shape = spec.concrete_shape(rows, [next(sizes) for _ in spec.variable_axes])
             shapes.append(InputShape(spec.name, spec.dtype.numpy, shape, spec.batch_axis))
-        # Bounded: only row counts that some program of a compiled variant takes get here.
-        return self._shapes.setdefault((variant, rows), tuple(shapes))
+        return tuple(shapes)
 
     def check(self, inputs: Mapping[str, Tensor], rows: int, variant: Variant) -> None:
         """Raises InvalidRequest unless a compiled program can take `inputs`: exactly the declared names, dtype, shape.
@@ -111,7 +113,14 @@ class ServableModel:
                 f"a request to model {self.name!r} has {rows} rows; its programs take exactly "
                 f"{' or '.join(map(str, sizes))} rows and cannot be padded"
             )
-        shapes = self.input_shapes(variant, rows)
+        self._check_shapes(inputs, rows, self.input_shapes(variant, rows))
+
+    def check_oversize(self, inputs: Mapping[str, Tensor], rows: int, variant: Variant) -> None:
+        """As `check`, for a request that is cut into pieces before it runs."""
+        self._row_sizes(variant)
+        self._check_shapes(inputs, rows, self._shapes_of(variant, rows))
+
+    def _check_shapes(self, inputs: Mapping[str, Tensor], rows: int, shapes: tuple[InputShape, ...]) -> None:
         if len(inputs) != len(shapes):
             declared = {shape.name for shape in shapes}
             raise InvalidRequest(

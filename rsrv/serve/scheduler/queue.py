@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from rsrv.core.errors import Cancelled, DeadlineExceeded, RsrvError
-from rsrv.serve.scheduler.plan import Plan, Variant, plan
+from rsrv.serve.scheduler.costs import UNMEASURED_SECONDS, Costs
+from rsrv.serve.scheduler.plan import Plan, Variant, plan, plan_single_rows
 from rsrv.serve.scheduler.stats import Counters
 
 if TYPE_CHECKING:
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
     from rsrv.core.shm.tensor import Tensor
     from rsrv.serve.scheduler.model import ServableModel
+    from rsrv.serve.scheduler.policy import Policy
+
+_FEW = 32
+"""Holes in a queue, or dead entries in its heap, that are not worth a clean-up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +31,8 @@ class Result:
     """What became of one request: `outputs` by name, or `error`; exactly one of them is set.
 
     Outputs are read-only views of the batch's results, not always C-contiguous. `queue_ns` is the time from acceptance
-    to the launch (or to the drop), `compute_ns` that of the whole batch: upload, execution, download.
+    to the launch (or to the drop), `compute_ns` that of the whole batch: upload, execution, download. `upload_ns` and
+    `download_ns` are parts of it.
     """
 
     outputs: dict[str, np.ndarray] | None = None
@@ -34,12 +41,28 @@ class Result:
     compute_ns: int = 0
     batch_key: int = 0
     batch_rows: int = 0
+    upload_ns: int = 0
+    download_ns: int = 0
 
 
 class Ticket:
-    """One accepted request: queued by the scheduler, cancelled by its owner."""
+    """One accepted request: queued by the scheduler, cancelled by its owner.
 
-    __slots__ = ("cancelled", "deadline_ns", "done", "enqueued_ns", "inputs", "queue", "rows", "variant")
+    `queued` is true while it waits in its queue; `overtaken` counts the later requests that passed it there.
+    """
+
+    __slots__ = (
+        "cancelled",
+        "deadline_ns",
+        "done",
+        "enqueued_ns",
+        "inputs",
+        "overtaken",
+        "queue",
+        "queued",
+        "rows",
+        "variant",
+    )
 
     def __init__(
         self,
@@ -59,104 +82,292 @@ class Ticket:
         self.done: Callable[[Result], None] | None = done
         self.enqueued_ns = enqueued_ns
         self.cancelled = False
+        self.queued = False
+        self.overtaken = 0
 
     def cancel(self) -> None:
         """Ask that this request is not run: if no launch has it yet, it is dropped and settled with `Cancelled`."""
         self.cancelled = True
-        self.queue.has_cancelled = True
+        if self.queued:
+            self.queue.cancelled.append(self)
 
-    def verdict(self, now_ns: int) -> RsrvError | None:
-        """Why this request must not be launched at `now_ns`, or None."""
+    def verdict(self, now_ns: int, margin_ns: int = 0) -> Dropped | None:
+        """Why this request must not be launched at `now_ns`, when it takes `margin_ns` to run; or None."""
         if self.cancelled:
-            return Cancelled("the caller cancelled the request before it ran")
-        if self.deadline_ns and now_ns >= self.deadline_ns:
-            late_ms = (now_ns - self.deadline_ns) / 1e6
-            waited_ms = (now_ns - self.enqueued_ns) / 1e6
-            return DeadlineExceeded(f"the deadline passed {late_ms:.1f} ms ago, after {waited_ms:.1f} ms in the queue")
-        return None
+            return Dropped(self, "cancelled", Cancelled("the caller cancelled the request before it ran"))
+        deadline_ns = self.deadline_ns
+        if not deadline_ns or now_ns + margin_ns < deadline_ns:
+            return None
+        waited = f"after {(now_ns - self.enqueued_ns) / 1e6:.1f} ms in the queue"
+        if now_ns >= deadline_ns:
+            late = f"the deadline passed {(now_ns - deadline_ns) / 1e6:.1f} ms ago, {waited}"
+            return Dropped(self, "deadline", DeadlineExceeded(late))
+        left = f"the deadline is {(deadline_ns - now_ns) / 1e6:.1f} ms away, {waited}"
+        return Dropped(self, "laxity", DeadlineExceeded(f"{left}, and the end at least {margin_ns / 1e6:.1f} ms"))
 
 
-Dropped = tuple[Ticket, BaseException]
+class Dropped(NamedTuple):
+    """A request that will not run; `reason` is how that is counted (see `ModelStats.dropped`)."""
+
+    ticket: Ticket
+    reason: str
+    error: BaseException
+
+    @classmethod
+    def because(cls, ticket: Ticket, error: BaseException) -> Dropped:
+        return cls(ticket, error.reason if isinstance(error, RsrvError) else RsrvError.reason, error)
 
 
 class ModelQueue:
-    """Everything the scheduler keeps for one registered model: its FIFO queue and its counters.
+    """Everything the scheduler keeps for one registered model: its FIFO queue, its share and what it has cost.
 
-    `in_flight` counts batches that left the queue and are not settled; when a `removed` model has none left, the events
-    in `settled` are set. `estimates_ns` says how long a program takes, by variant and batch key.
+    A request that was dropped leaves a hole in `tickets`, except at the front: the first ticket always waits.
+
+    Attributes:
+        depth, rows: requests that wait, and their rows.
+        urgent_ns: the earliest of their deadlines, 0 = none has one.
+        weight, used: the account under `fair` (see `shares`).
+        price: what the next batch is expected to cost in seconds, as of `planned`.
+        planned: the next batch; None when it has to be planned anew.
+        ripe_ns: when the first request has waited for company long enough.
+        in_flight: batches that left the queue and are not settled; when a `removed` model has none left, the events in
+            `settled` are set.
+        cancelled: where tickets announce that they are cancelled; shared by all queues.
     """
 
     __slots__ = (
+        "_deadlines",
+        "_holes",
+        "_merged_price",
+        "_sequence",
+        "_single_keys",
+        "_single_plans",
+        "cancelled",
+        "cap",
+        "costs",
         "counters",
-        "earliest_deadline_ns",
-        "estimates_ns",
-        "has_cancelled",
+        "depth",
         "in_flight",
+        "max_wait_ns",
         "model",
+        "overtakes",
+        "planned",
+        "price",
         "removed",
+        "ripe_ns",
+        "rows",
         "settled",
         "tickets",
+        "urgent_ns",
+        "used",
+        "weight",
     )
 
-    def __init__(self, model: ServableModel) -> None:
+    def __init__(self, model: ServableModel, policy: Policy, cancelled: deque[Ticket]) -> None:
+        own = policy.model(model.name)
         self.model = model
-        self.tickets: deque[Ticket] = deque()
+        self.cancelled = cancelled
+        self.weight = own.weight
+        self.cap = own.max_batch_size if own.max_batch_size is not None else model.max_batch_size
+        self.max_wait_ns = policy.max_wait_ns if own.max_wait_ns is None else own.max_wait_ns
+        self.overtakes = policy.variant_overtakes
+        self._merged_price = 1 - policy.coalescing_discount
+        self.costs = Costs(policy.cost_ema_alpha)
         self.counters = Counters()
-        self.has_cancelled = False
-        self.earliest_deadline_ns = 0
+        self.tickets: deque[Ticket] = deque()
+        self.depth = 0
+        self.rows = 0
+        self.urgent_ns = 0
+        self.used = 0.0
+        self.price = 0.0
+        self.planned: Plan | None = None
+        self.ripe_ns = 0
         self.in_flight = 0
         self.removed = False
-        self.estimates_ns: dict[tuple[Variant, int], int] = {}
         self.settled: list[threading.Event] = []
+        self._holes = 0
+        self._deadlines: list[tuple[int, int, Ticket]] = []
+        self._sequence = 0
+        # The batch keys of a model with one shape whose requests can be merged, and the plans for so many requests of
+        # one row: see `plan_single_rows`.
+        self._single_plans: dict[int, Plan] = {}
+        keys = model.batch_keys_by_variant.get((), ()) if model.coalescable else ()
+        self._single_keys: Sequence[int] = keys if len(model.batch_keys_by_variant) == 1 else ()
+
+    @property
+    def max_batch_size(self) -> int:
+        """Most rows that are merged; 0 = requests are never merged."""
+        if not self.model.coalescable:
+            return 0
+        largest = max([keys[-1] for keys in self.model.batch_keys_by_variant.values()])
+        return largest if self.cap is None else min(largest, self.cap)
 
     def append(self, ticket: Ticket) -> None:
         self.tickets.append(ticket)
-        self._note_deadline(ticket)
+        self._queue(ticket)
 
-    def plan(self, ahead: Iterable[Ticket] = ()) -> Plan | None:
+    def live(self) -> Iterator[Ticket]:
+        """The requests that wait, in order."""
+        return (ticket for ticket in self.tickets if ticket.queued)
+
+    def put_back(self, tickets: Sequence[Ticket]) -> None:
+        """Put requests that were taken at the front again, in order."""
+        self.tickets.extendleft(reversed(tickets))
+        for ticket in tickets:
+            self._queue(ticket)
+        # Also a full one, which was made of what stands behind them.
+        self.planned = None
+
+    def plan(
+        self, ahead: Sequence[Ticket] = (), in_time: Callable[[int, Sequence[Ticket]], int] | None = None
+    ) -> Plan | None:
         """Plan the next dispatch, as if the tickets `ahead` still stood at the front of the queue."""
+        if in_time is None and self._single_keys and self.depth == self.rows > 0:
+            n = self.depth + len(ahead)
+            if not ahead or n == self.rows + sum([ticket.rows for ticket in ahead]):
+                return self._single_plan(n)
+        waiting = [*self.live()] if self._holes else self.tickets
         return plan(
-            [*ahead, *self.tickets] if ahead else self.tickets,
+            [*ahead, *waiting] if ahead else waiting,
             self.model.batch_keys_by_variant,
             coalescable=self.model.coalescable,
-            cap=self.model.max_batch_size,
+            cap=self.cap,
+            overtakes=self.overtakes,
+            costs=self.costs,
+            in_time=in_time,
         )
 
-    def take(self, n: int) -> list[Ticket]:
-        """Remove and return the first `n` requests."""
-        popleft = self.tickets.popleft
-        return [popleft() for _ in range(n)]
+    def next_plan(self) -> Plan:
+        """The plan of a queue that is not empty, made when something has changed since the last one."""
+        planned = self.planned
+        if planned is None:
+            planned = self.plan()
+            assert planned is not None, f"the queue of model {self.model.name!r} is empty"
+            self.planned = planned
+        return planned
 
-    def measured(self, variant: Variant, batch_key: int, compute_ns: int) -> None:
-        """Note how long a program took: the estimate follows the fastest runs, since only waiting makes one slower."""
-        known = self.estimates_ns.get((variant, batch_key), compute_ns)
-        self.estimates_ns[variant, batch_key] = min(compute_ns, known + known // 8 + 1000)
+    def _single_plan(self, n: int) -> Plan:
+        n = min(n, self._single_keys[-1])
+        known = self._single_plans.get(n)
+        if known is None:
+            known = plan_single_rows(n, (), self._single_keys, cap=self.cap, costs=self.costs)
+            self._single_plans[n] = known
+        return known
 
-    def sweep(self, now_ns: int) -> list[Dropped]:
-        """Remove the requests that are cancelled or expired, wherever in the queue; cheap when there cannot be any."""
-        expired = 0 < self.earliest_deadline_ns <= now_ns
-        if not (expired or self.has_cancelled):
-            return []
-        self.has_cancelled = False
-        self.earliest_deadline_ns = 0
-        kept: deque[Ticket] = deque()
-        dropped: list[Dropped] = []
-        for ticket in self.tickets:
-            verdict = ticket.verdict(now_ns)
-            if verdict is None:
-                kept.append(ticket)
-                self._note_deadline(ticket)
+    def reprice(self) -> None:
+        """Bring `price` up to date; the queue is not empty."""
+        planned = self.planned or self.next_plan()
+        estimate = self.costs.estimates.get((self.tickets[0].variant, planned.batch_key))
+        price = UNMEASURED_SECONDS if estimate is None else estimate.mean_ns * 1e-9
+        self.price = price * self._merged_price if planned.take > 1 else price
+
+    def replan(self) -> None:
+        """Costs or limits have changed."""
+        self.planned = None
+        self._single_plans.clear()
+
+    def take(self, plan: Plan) -> list[Ticket]:
+        """Remove and return the requests of `plan`; those that they pass are told so."""
+        tickets, picks, position = self.tickets, plan.picks, 0
+        if not picks and not self._holes:
+            popleft = tickets.popleft
+            taken = [popleft() for _ in range(plan.take)]
+            self._leave(taken)
+            return taken
+        taken = []
+        passed: list[Ticket] = []
+        while len(taken) < plan.take:
+            ticket = tickets.popleft()
+            if not ticket.queued:
+                self._holes -= 1
+                continue
+            if not picks or picks[len(taken)] == position:
+                for other in passed:
+                    other.overtaken += 1
+                taken.append(ticket)
             else:
-                dropped.append((ticket, verdict))
-        self.tickets = kept
-        return dropped
+                passed.append(ticket)
+            position += 1
+        tickets.extendleft(reversed(passed))
+        self._leave(taken)
+        return taken
 
-    def _note_deadline(self, ticket: Ticket) -> None:
-        deadline = ticket.deadline_ns
-        if deadline and (not self.earliest_deadline_ns or deadline < self.earliest_deadline_ns):
-            self.earliest_deadline_ns = deadline
+    def take_all(self) -> list[Ticket]:
+        taken = [*self.live()]
+        self.tickets.clear()
+        self._holes = 0
+        self._leave(taken)
+        return taken
 
+    def drop(self, ticket: Ticket) -> None:
+        """Remove one request from wherever it stands."""
+        self._holes += 1
+        self._leave([ticket])
+        if self._holes > _FEW and self._holes > self.depth:
+            self.tickets = deque(self.live())
+            self._holes = 0
 
-def select(queues: Iterable[ModelQueue]) -> ModelQueue:
-    """FIFO over models: the one whose first request is the oldest; ties go to the smaller name."""
-    return min(queues, key=lambda queue: (queue.tickets[0].enqueued_ns, queue.model.name))
+    def expired(self, now_ns: int) -> list[Ticket]:
+        """The requests whose deadlines have passed, wherever they stand; they stay where they are."""
+        # Each once: a request that was put back may have two entries.
+        found: dict[Ticket, None] = {}
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            ticket = heappop(self._deadlines)[2]
+            if ticket.queued:
+                found[ticket] = None
+        return [*found]
+
+    def ripens(self) -> int:
+        """When the first request will have waited for company long enough.
+
+        With a deadline, no more than half of the time that it leaves beside the execution is spent on waiting.
+        """
+        head = self.tickets[0]
+        wait_ns = self.max_wait_ns
+        if self.urgent_ns and wait_ns:
+            key = self.next_plan().batch_key
+            spare_ns = self.urgent_ns - head.enqueued_ns - self.costs.margin_ns(head.variant, key, head.enqueued_ns)
+            wait_ns = min(wait_ns, max(spare_ns // 2, 0))
+        return head.enqueued_ns + wait_ns
+
+    def _queue(self, ticket: Ticket) -> None:
+        ticket.queued = True
+        self.depth += 1
+        self.rows += ticket.rows
+        deadline_ns = ticket.deadline_ns
+        if deadline_ns:
+            self._sequence += 1
+            heappush(self._deadlines, (deadline_ns, self._sequence, ticket))
+            if not self.urgent_ns or deadline_ns < self.urgent_ns:
+                self.urgent_ns = deadline_ns
+        # What a full batch is made of does not change by what comes behind it.
+        if self.planned is not None and not self.planned.full:
+            self.planned = None
+
+    def _leave(self, gone: Sequence[Ticket]) -> None:
+        """`gone` wait no longer: the front of the queue, the sums and the earliest deadline follow."""
+        self.planned = None
+        rows, urgent, urgent_ns = 0, False, self.urgent_ns
+        for ticket in gone:
+            ticket.queued = False
+            rows += ticket.rows
+            if urgent_ns and 0 < ticket.deadline_ns <= urgent_ns:
+                urgent = True
+        self.depth -= len(gone)
+        self.rows -= rows
+        tickets = self.tickets
+        while self._holes and tickets and not tickets[0].queued:
+            tickets.popleft()
+            self._holes -= 1
+        if urgent:
+            self._find_urgent()
+        elif len(self._deadlines) > 2 * self.depth + _FEW:
+            # Requests that ran are kept alive by their entries.
+            self._deadlines = [entry for entry in self._deadlines if entry[2].queued]
+            heapify(self._deadlines)
+
+    def _find_urgent(self) -> None:
+        deadlines = self._deadlines
+        while deadlines and not deadlines[0][2].queued:
+            heappop(deadlines)
+        self.urgent_ns = deadlines[0][0] if deadlines else 0

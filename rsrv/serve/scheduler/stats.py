@@ -10,9 +10,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from rsrv.core.errors import RsrvError
+from rsrv.serve.scheduler.plan import Variant
 
 if TYPE_CHECKING:
     from rsrv.serve.scheduler.batch import Batch
+    from rsrv.serve.scheduler.queue import ModelQueue
 
 WAIT_SAMPLES = 1024
 QUANTILES = (0.5, 0.9, 0.99)
@@ -27,11 +29,19 @@ class ModelStats:
         requests_served, rows_served: what they served; padding and dropped requests are not in.
         padding_rows: rows that were computed for nobody.
         total_compute_seconds: upload, execution and download of those executions.
-        queue_depth: requests that wait now.
+        queue_depth, queued_rows: requests that wait now, and their rows.
+        oldest_wait_seconds: for how long the first of them has waited.
+        in_flight: batches that are staged, running or being settled.
+        weight: the model's share of the device under `fair`, relative to those of the others.
+        max_batch_size: most rows that are merged; 0 = requests are never merged.
+        recent_seconds: device time that it used, decayed by half every `scheduler.ema_halflife_seconds`.
+        costs: measured seconds of each program, by variant and batch key.
         waits_ns: time between acceptance and launch of the last 1024 requests.
         errors: failed dispatches by reason.
-        dropped: requests by reason that never ran (deadline, cancelled, queue_full, stopping, unloaded).
+        dropped: requests by reason that never ran: deadline (it had passed), laxity (it would have passed by the end),
+            predicted (the same, seen on arrival), cancelled, queue_full, stopping, unloaded.
         batch_keys: executions by batch key.
+        batch_rows: executions by the rows that they served, without padding.
     """
 
     name: str
@@ -42,10 +52,18 @@ class ModelStats:
     padding_rows: int
     total_compute_seconds: float
     queue_depth: int
+    queued_rows: int
+    oldest_wait_seconds: float
+    in_flight: int
+    weight: float
+    max_batch_size: int
+    recent_seconds: float
+    costs: Mapping[tuple[Variant, int], float]
     waits_ns: tuple[int, ...]
     errors: Mapping[str, int]
     dropped: Mapping[str, int]
     batch_keys: Mapping[int, int]
+    batch_rows: Mapping[int, int]
 
     @cached_property
     def queue_wait_seconds(self) -> Mapping[float, float]:
@@ -76,6 +94,7 @@ class Counters:
 
     __slots__ = (
         "batch_keys",
+        "batch_rows",
         "compute_ns",
         "dispatch_count",
         "dropped",
@@ -95,7 +114,8 @@ class Counters:
         self.waits_ns: deque[int] = deque(maxlen=WAIT_SAMPLES)
         self.errors: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
-        self.batch_keys: Counter[int] = Counter()
+        self.batch_keys: dict[int, int] = {}
+        self.batch_rows: dict[int, int] = {}
 
     def record(self, batch_key: int, rows: int, padding: int, compute_ns: int, waits_ns: Sequence[int]) -> None:
         """One successful dispatch that served ``len(waits_ns)`` requests."""
@@ -105,23 +125,35 @@ class Counters:
         self.padding_rows += padding
         self.compute_ns += compute_ns
         self.waits_ns.extend(waits_ns)
-        self.batch_keys[batch_key] += 1
+        self.batch_keys[batch_key] = self.batch_keys.get(batch_key, 0) + 1
+        self.batch_rows[rows] = self.batch_rows.get(rows, 0) + 1
 
-    def snapshot(self, name: str, incarnation: int, queue_depth: int) -> ModelStats:
-        return ModelStats(
-            name=name,
-            incarnation=incarnation,
-            dispatch_count=self.dispatch_count,
-            requests_served=self.requests_served,
-            rows_served=self.rows_served,
-            padding_rows=self.padding_rows,
-            total_compute_seconds=self.compute_ns / 1e9,
-            queue_depth=queue_depth,
-            waits_ns=tuple(self.waits_ns),
-            errors=dict(self.errors),
-            dropped=dict(self.dropped),
-            batch_keys=dict(self.batch_keys),
-        )
+
+def snapshot(queue: ModelQueue, recent_seconds: float, now_ns: int) -> ModelStats:
+    """What `queue` has counted and what it holds. The lock is held."""
+    counters, model = queue.counters, queue.model
+    return ModelStats(
+        name=model.name,
+        incarnation=model.incarnation,
+        dispatch_count=counters.dispatch_count,
+        requests_served=counters.requests_served,
+        rows_served=counters.rows_served,
+        padding_rows=counters.padding_rows,
+        total_compute_seconds=counters.compute_ns / 1e9,
+        queue_depth=queue.depth,
+        queued_rows=queue.rows,
+        oldest_wait_seconds=(now_ns - queue.tickets[0].enqueued_ns) / 1e9 if queue.depth else 0.0,
+        in_flight=queue.in_flight,
+        weight=queue.weight,
+        max_batch_size=queue.max_batch_size,
+        recent_seconds=recent_seconds,
+        costs={program: estimate.mean_ns / 1e9 for program, estimate in queue.costs.estimates.items()},
+        waits_ns=tuple(counters.waits_ns),
+        errors=dict(counters.errors),
+        dropped=dict(counters.dropped),
+        batch_keys=dict(counters.batch_keys),
+        batch_rows=dict(counters.batch_rows),
+    )
 
 
 def nearest_rank(ordered: Sequence[int], quantile: float) -> int:

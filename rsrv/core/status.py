@@ -1,0 +1,220 @@
+"""The status document of a worker: what ``GET /v1/status`` answers, field by field. `docs/status.md` is made from here.
+
+Times are in seconds, sizes in bytes; counts start with the process. Readers ignore fields that they do not know.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", use_attribute_docstrings=True, protected_namespaces=(), ser_json_inf_nan="null"
+    )
+
+
+class NumericsStatus(_Part):
+    """The arithmetic of a server."""
+
+    mode: str
+    """`runtime.numerics`: auto, f32 or tf32."""
+    tf32_active: bool | None
+    """Whether products at default precision are computed in TF32; null = not probed, or unclear."""
+    pinned_exact: bool | None
+    """Whether a product that was pinned to float32 came out exact; null = not probed."""
+
+
+class LoadedPrograms(_Part):
+    """How far the loading is."""
+
+    total: int
+    """Programs of the bundles that were opened."""
+    cache: int
+    """Those whose executable came from the cache."""
+    compiled: int
+    """Those that were compiled."""
+    shared: int
+    """Those that another model had brought along."""
+    compile_seconds: float
+    """Seconds that compilations took."""
+
+
+class ServerLimits(_Part):
+    """What is refused beyond these."""
+
+    max_concurrent_requests: int
+    """ModelInfer calls at a time."""
+    max_queue_depth: int
+    """Requests that wait for one model."""
+
+
+class ServerStatus(_Part):
+    """The worker."""
+
+    name: str
+    """Always rsrv."""
+    version: str
+    """Version of rsrv."""
+    worker: str | None
+    """Its name in the node file; null when it was started without one."""
+    state: str
+    """starting, serving, stopping, stopped or failed."""
+    ready: bool
+    """What `/readyz` says."""
+    phase: str
+    """What the server is doing."""
+    reason: str
+    """Why it is not ready; empty when it is."""
+    stuck: str
+    """Which execution has run for too long; empty when none has."""
+    uptime_s: float
+    """Since its ports answer."""
+    control_mode: str
+    """`model_control_mode`."""
+    residency_mode: str
+    """Who decides which weights are on the device."""
+    discipline: str
+    """`scheduler.discipline`."""
+    numerics: NumericsStatus
+    programs: LoadedPrograms
+    limits: ServerLimits
+    inflight: int
+    """ModelInfer calls being handled."""
+    shed: int
+    """ModelInfer calls refused at the limit."""
+
+
+class DeviceStatus(_Part):
+    """The device that programs run on."""
+
+    device: int
+    """`runtime.device_ordinal`."""
+    platform: str
+    """cpu, cuda or fake."""
+    kind: str
+    """Model of the device."""
+    weights_bytes: int
+    """Weights that are on it."""
+    in_use_bytes: int | None
+    """What its allocator has handed out; null where nobody counts (CPU)."""
+    peak_bytes: int | None
+    """The most that it ever had."""
+    limit_bytes: int | None
+    """What it may hand out."""
+    largest_free_block_bytes: int | None
+    """The largest block that is free."""
+
+
+class ModelError(_Part):
+    """Why a model is failed."""
+
+    phase: str
+    """In which step of its preparation."""
+    type: str
+    """Name of the error."""
+    message: str
+    """Its text."""
+
+
+class ModelPrograms(_Part):
+    """What was compiled for a model."""
+
+    batch_sizes: list[int]
+    """Compiled batch sizes; 0 = one program without one."""
+    shape_variants: list[list[int]]
+    """Compiled sizes of the variable axes; one empty list when there are none."""
+    max_batch_size: int
+    """Most rows that requests are merged to; 0 = never merged."""
+    numerics: str
+    """What was done about the arithmetic of the programs."""
+
+
+class ModelQueueStatus(_Part):
+    """What waits for a model now."""
+
+    requests: int
+    """Requests that wait."""
+    rows: int
+    """Their rows."""
+    oldest_wait_s: float
+    """For how long the first of them has waited."""
+    inflight_batches: int
+    """Batches that are staged, running or being answered."""
+
+
+class ModelCounters(_Part):
+    """What a model did since the process started."""
+
+    requests: dict[str, int]
+    """ModelInfer calls by gRPC status."""
+    dispatches: int
+    """Executions that succeeded."""
+    served: int
+    """Requests that they served."""
+    rows: int
+    """Rows that they served."""
+    padding_rows: int
+    """Rows that they computed for nobody."""
+    by_batch_size: dict[str, int]
+    """Executions by compiled batch size."""
+    compute_seconds: float
+    """Seconds of upload, execution and download."""
+    errors: dict[str, int]
+    """Executions that failed, by reason."""
+    dropped: dict[str, int]
+    """Requests that never ran, by reason."""
+
+
+class QueueWait(_Part):
+    """Wait before the launch, over the last 1024 requests."""
+
+    p50: float
+    """Half of them waited no longer."""
+    p90: float
+    """Nine of ten."""
+    p99: float
+    """99 of 100."""
+
+
+class ModelStatus(_Part):
+    """One registered model. What only a model that is ready has is null before."""
+
+    name: str
+    """The model's name."""
+    state: str
+    """preparing, ready or failed."""
+    reason: str
+    """Why it does not answer; empty when it does."""
+    error: ModelError | None
+    """Set when it is failed."""
+    incarnation: int
+    """Number of the load that serves it; 0 = none yet."""
+    directory: str
+    """Its bundle."""
+    modified: list[str]
+    """Files that differ from the digests in the manifest."""
+    weights_bytes: int | None
+    """Bytes of its weights."""
+    hooks: list[str]
+    """Which hooks it has."""
+    programs: ModelPrograms | None
+    weight: float | None
+    """Its share of the device under `fair`, relative to the others'."""
+    recent_seconds: float | None
+    """Device time that it used, decayed by half every `scheduler.ema_halflife_seconds`."""
+    queue: ModelQueueStatus | None
+    counters: ModelCounters | None
+    batch_fill: float | None
+    """Share of the computed rows that somebody had asked for; null before the first execution."""
+    queue_wait_s: QueueWait | None
+    cost_seconds: dict[str, float]
+    """What a program is expected to take, by batch size (`8`), or by variant and batch size (`224x224/8`)."""
+
+
+class WorkerStatus(_Part):
+    """The whole document."""
+
+    server: ServerStatus
+    devices: list[DeviceStatus]
+    models: list[ModelStatus]

@@ -1,0 +1,125 @@
+"""A bundle's `model.py` at load: refused where hooks are not allowed, run where nobody has to wait for it for ever."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rsrv.bundle.files import read_regular
+from rsrv.bundle.hookfile import MAX_HOOK_BYTES, inspect_hooks
+from rsrv.core.errors import BundleError, HookError
+from rsrv.runtime.hooks import Hooks, load_hooks
+from rsrv.serve.hook_processes.process import HookFile
+from rsrv.serve.hook_processes.processes import HookProcesses, import_failed
+from rsrv.serve.loading.steps import Steps
+
+if TYPE_CHECKING:
+    from rsrv.bundle.directory import Bundle
+    from rsrv.core.config.sections import HooksConfig
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.1
+
+
+def check_hooks(bundle: Bundle, *, allow: bool) -> None:
+    """What can be said about hooks without running them. Raises BundleError."""
+    if bundle.hooks_path is None:
+        return
+    if not allow:
+        raise BundleError(
+            f"{bundle.hooks_path}: the bundle has hooks, and hooks are not allowed (hooks.allow: false)",
+            rule="B-71",
+            file=bundle.hooks_path.name,
+            hint="serve without --no-hooks if you trust this file",
+        )
+    for problem in inspect_hooks(bundle.hooks_path).problems(meta=bundle.manifest.is_meta):
+        raise problem
+
+
+class HookLoader:
+    """Runs hook files, in this process or in processes of their own, and owns the latter. Thread safe.
+
+    Args:
+        processes: how many processes a model has whose manifest does not say it.
+        on_failed: told of a model that lost too many processes.
+    """
+
+    def __init__(self, config: HooksConfig, *, processes: int, on_failed: Callable[[str, HookError], None]) -> None:
+        self._config = config
+        self._count = processes
+        self._on_failed = on_failed
+        self._lock = threading.Lock()
+        self._processes: dict[str, HookProcesses] = {}
+        self._lost_before = 0
+
+    @property
+    def processes_lost(self) -> int:
+        """How many hook processes were lost since the server started."""
+        with self._lock:
+            return self._lost_before + sum(processes.lost for processes in self._processes.values())
+
+    def load(self, bundle: Bundle, incarnation: int, steps: Steps) -> tuple[Hooks, HookProcesses | None]:
+        """The hooks of `bundle`, and the processes that they run in. Raises BundleError, HookError, ServerStopping."""
+        if bundle.hooks_path is None:
+            return Hooks(), None
+        seconds = self._config.import_timeout_seconds
+        if bundle.manifest.hooks.mode == "thread":
+            return run_hook_file(bundle.hooks_path, bundle.name, incarnation, steps, seconds), None
+        processes = self._make(bundle, bundle.hooks_path, incarnation)
+        with self._lock:
+            self._processes[bundle.name] = processes
+        return processes.start(steps.require_running), processes
+
+    def drop(self, name: str) -> None:
+        """End the processes of `name`, if it has any."""
+        with self._lock:
+            processes = self._processes.pop(name, None)
+            self._lost_before += processes.lost if processes is not None else 0
+        if processes is not None:
+            processes.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        for name in list(self._processes):
+            self.drop(name)
+
+    def _make(self, bundle: Bundle, path: Path, incarnation: int) -> HookProcesses:
+        name, spec, config = bundle.name, bundle.manifest.hooks, self._config
+        source = read_regular(path, max_bytes=MAX_HOOK_BYTES, error=BundleError, rule="B-71")
+        return HookProcesses(
+            HookFile(path, source, name, incarnation),
+            count=spec.processes or self._count,
+            import_seconds=config.import_timeout_seconds,
+            call_seconds=spec.timeout_seconds or config.timeout_seconds,
+            max_lost=config.max_lost,
+            on_failed=lambda error: self._on_failed(name, error),
+        )
+
+
+def run_hook_file(path: Path, name: str, incarnation: int, steps: Steps, seconds: float) -> Hooks:
+    """Run ``model.py`` on a daemon thread of its own, which is left behind when that takes longer than `seconds`
+    (BundleError), or when the server stops meanwhile.
+
+    Nobody knows what user code waits for, and threads that it starts must not keep the process alive either.
+    """
+    outcome: Future[Hooks] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(load_hooks(path, name=name, incarnation=incarnation))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    until = time.monotonic() + seconds
+    threading.Thread(target=run, name=f"rsrv-import {name}", daemon=True).start()
+    while not wait([outcome], min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))).done:
+        steps.require_running()
+        if time.monotonic() >= until:
+            raise import_failed(path, f"took longer than {seconds:g} s")
+    return outcome.result()

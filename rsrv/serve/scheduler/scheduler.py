@@ -1,0 +1,259 @@
+"""What the rest of the worker calls: models come and go, requests are accepted, and each is settled exactly once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from rsrv.core.errors import InvalidRequest, ServerStopping, UnknownModel
+from rsrv.serve.scheduler.dispatch import Dispatcher
+from rsrv.serve.scheduler.oversize import Joined, pieces
+from rsrv.serve.scheduler.plan import Variant
+from rsrv.serve.scheduler.policy import Policy, require_max_batch_size, require_weight
+from rsrv.serve.scheduler.queue import ModelQueue, Result, Ticket
+from rsrv.serve.scheduler.stats import BatchReport, ModelStats, snapshot
+from rsrv.serve.scheduler.watchdog import Stuck, Watchdog
+
+if TYPE_CHECKING:
+    from rsrv.core.shm.tensor import Tensor
+    from rsrv.runtime.device import Device
+    from rsrv.serve.scheduler.model import ServableModel
+
+
+class Scheduler:
+    """Runs the requests of many models on one device, one execution at a time. Thread safe.
+
+    Args:
+        device: where programs run.
+        policy: how to choose, and what to let in.
+        clock: monotonic nanoseconds; deadlines are on this clock.
+        on_batch: told of each dispatch on the dispatch thread, after its replies were delivered; must be quick.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        policy: Policy = Policy(),  # noqa: B008
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+        on_batch: Callable[[BatchReport], None] | None = None,
+    ) -> None:
+        self.policy = policy
+        self._clock = clock
+        self._dispatcher = dispatcher = Dispatcher(device, policy, clock, on_batch)
+        self._lock = dispatcher.lock
+        self._backlog = dispatcher.backlog
+        self._watchdog = Watchdog(lambda: dispatcher.launcher.outstanding, policy.dispatch_timeout_seconds, clock)
+        self._implicit_ns = round(policy.dispatch_timeout_seconds * 1e9) if policy.implicit_deadline else 0
+        self._closed = False
+
+    # --- the life of a server -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the threads; requests submitted before wait until then."""
+        if self._closed:
+            raise ServerStopping("the scheduler was stopped and cannot start again")
+        self._dispatcher.start()
+        self._watchdog.start()
+
+    def drain(self, grace: float) -> bool:
+        """Wait up to `grace` seconds until every accepted request is settled; returns whether it is so."""
+        drained = threading.Event()
+        with self._lock:
+            if not self._dispatcher.pending:
+                return True
+            self._dispatcher.drained.append(drained)
+        return drained.wait(grace)
+
+    def hurry(self) -> None:
+        """Close all batching windows, those to come as well: nobody who stops should wait for company."""
+        with self._lock:
+            self._backlog.hurry()
+            self._dispatcher.wake()
+
+    def reject_all(self, error: BaseException) -> None:
+        """Settle everything that no launch has yet with `error`."""
+        self._dispatcher.command(lambda: self._dispatcher.revoke(error))
+
+    def stop(self, grace: float = 0.0) -> None:
+        """Refuse new requests, let accepted ones finish for `grace` seconds, then reject the rest. Idempotent.
+
+        Rejected requests get `ServerStopping`. Returns when the running execution has ended, and the threads with it.
+        """
+        with self._lock:
+            self._closed = True
+            self._backlog.hurry()
+            self._dispatcher.wake()
+            started = self._dispatcher.started
+        if started:
+            self.drain(grace)
+        self._dispatcher.finish()
+        self._watchdog.close()
+
+    # --- models -------------------------------------------------------------------------------------------------------
+
+    def add(self, model: ServableModel) -> None:
+        """Accept requests for `model` from now on. Raises ValueError when its name is taken."""
+        with self._lock:
+            if self._closed:
+                raise ServerStopping(f"model {model.name!r} cannot be added: the server is stopping")
+            self._backlog.add(model)
+
+    def remove(self, name: str, *, timeout: float | None = None) -> bool:
+        """Stop serving `name`, settle what is queued for it with `ModelUnloaded`, and wait until no launch uses it.
+
+        Returns whether that happened within `timeout` seconds: only then may its weights and programs be freed. An
+        unknown name is True at once. Must not be called from a `done` callback, which runs on the thread it waits for.
+        """
+        with self._lock:
+            queue = self._backlog.remove(name)
+        if queue is None:
+            return True
+        settled = threading.Event()
+        self._dispatcher.command(lambda: self._dispatcher.unload(queue, settled))
+        return settled.wait(timeout)
+
+    def set_policy(self, name: str, *, weight: float | None = None, max_batch_size: int | None = None) -> None:
+        """Change a model's fair share, or the most rows that are merged for it, from the next dispatch on.
+
+        Raises InvalidRequest for a value that makes no sense, UnknownModel for a model that is not scheduled.
+        """
+        weight = None if weight is None else require_weight(weight)
+        cap = None if max_batch_size is None else require_max_batch_size(max_batch_size)
+        with self._lock:
+            queue = self._queue(name)
+            if weight is not None:
+                self._backlog.shares.reweigh(queue, weight)
+            if cap is not None:
+                queue.cap = cap
+                self._backlog.replan(queue)
+                staged = self._dispatcher.launcher.staged
+                if staged is not None and staged.queue is queue:
+                    self._dispatcher.recall(staged)
+
+    def seed_cost(self, name: str, variant: Variant, batch_key: int, seconds: float) -> None:
+        """Say what a warm-up of a program took, so that the first requests are planned well.
+
+        Raises UnknownModel when the model is not scheduled (see `add`).
+        """
+        with self._lock:
+            queue = self._queue(name)
+            queue.costs.seed(variant, batch_key, round(seconds * 1e9), self._clock())
+            self._backlog.replan(queue)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def admit(self, model: ServableModel, deadline_ns: int) -> None:
+        """Refuse early what `submit` would refuse anyway, before anybody spends time on preparing the request.
+
+        Raises:
+            ServerStopping, ModelUnloaded, DeadlineExceeded, QueueFull: as `submit`.
+        """
+        if self._closed:
+            raise ServerStopping("the server is stopping")
+        with self._lock:
+            self._backlog.admit(model, deadline_ns, self._clock())
+
+    def submit(
+        self,
+        model: ServableModel,
+        inputs: Mapping[str, Tensor],
+        rows: int,
+        variant: Variant,
+        deadline_ns: int,
+        done: Callable[[Result], None],
+    ) -> Ticket | Joined:
+        """Queue one request: `inputs` are the executable inputs, `rows` long along each one's batch axis.
+
+        The arrays must not change until `done` is called, which happens exactly once, on the dispatch thread. `done`
+        must be quick and must not wait. `deadline_ns` is absolute, 0 = none. What is returned can be cancelled.
+
+        Raises:
+            InvalidRequest: no compiled program takes these inputs.
+            ServerStopping, ModelUnloaded, DeadlineExceeded, QueueFull: refused; `done` is not called.
+        """
+        if self._closed:
+            raise ServerStopping("the server is stopping")
+        if self.policy.split_oversize and model.coalescable and rows > model.largest(variant):
+            return self._submit_pieces(model, inputs, rows, variant, deadline_ns, done)
+        model.check(inputs, rows, variant)
+        with self._lock:
+            return self._accept(model, inputs, rows, variant, deadline_ns, done, self._clock())
+
+    def _submit_pieces(
+        self,
+        model: ServableModel,
+        inputs: Mapping[str, Tensor],
+        rows: int,
+        variant: Variant,
+        deadline_ns: int,
+        done: Callable[[Result], None],
+    ) -> Joined:
+        model.check_oversize(inputs, rows, variant)
+        largest, limit = model.largest(variant), self.policy.max_queue_depth
+        if rows > largest * limit:
+            raise InvalidRequest(
+                f"a request to model {model.name!r} has {rows} rows; at most {largest * limit} can be run in pieces of "
+                f"{largest} (scheduler.max_queue_depth: {limit})"
+            )
+        cut = pieces(inputs, model.input_specs, rows, largest)
+        joined = Joined(len(cut), model.output_specs, done)
+        with self._lock:
+            now_ns = self._clock()
+            # All or none: behind the first piece, the others could only lack room.
+            self._backlog.admit(model, deadline_ns, now_ns, requests=len(cut))
+            for at, (part, n) in enumerate(cut):
+                ticket = self._accept(model, part, n, variant, deadline_ns, joined.done(at), now_ns, shed=not at)
+                joined.tickets.append(ticket)
+        return joined
+
+    def _accept(
+        self,
+        model: ServableModel,
+        inputs: Mapping[str, Tensor],
+        rows: int,
+        variant: Variant,
+        deadline_ns: int,
+        done: Callable[[Result], None],
+        now_ns: int,
+        *,
+        shed: bool = True,
+    ) -> Ticket:
+        if self._closed:
+            raise ServerStopping("the server is stopping")
+        if not deadline_ns and self._implicit_ns:
+            deadline_ns = now_ns + self._implicit_ns
+        ticket = self._backlog.accept(model, inputs, rows, variant, deadline_ns, done, now_ns, shed=shed)
+        self._dispatcher.arrived(ticket)
+        return ticket
+
+    # --- what is going on ---------------------------------------------------------------------------------------------
+
+    @property
+    def stuck(self) -> Stuck | None:
+        """The execution that takes longer than `dispatch_timeout_seconds`, if one does."""
+        return self._watchdog.stuck
+
+    def on_stuck(self, told: Callable[[], None]) -> None:
+        """Have `told` called, from a thread of the scheduler, when `stuck` has changed."""
+        self._watchdog.on_change = told
+
+    def stats(self) -> dict[str, ModelStats]:
+        """A snapshot of every scheduled model, by name; each is consistent in itself."""
+        with self._lock:
+            queues = [*self._backlog.queues.items()]
+        stats = {}
+        for name, queue in queues:
+            # One by one, so that a scrape never keeps the dispatch thread waiting for long.
+            with self._lock:
+                now_ns = self._clock()
+                stats[name] = snapshot(queue, self._backlog.shares.recent_seconds(queue, now_ns), now_ns)
+        return stats
+
+    def _queue(self, name: str) -> ModelQueue:
+        queue = self._backlog.queues.get(name)
+        if queue is None:
+            raise UnknownModel(f"model {name!r} is not scheduled")
+        return queue

@@ -1,0 +1,42 @@
+"""The live parts of a worker that metrics and status are read from. Reading never waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rsrv.serve.scheduler.stats import ModelStats
+
+if TYPE_CHECKING:
+    from rsrv.core.shm import RegionRegistry
+    from rsrv.runtime.cache import ExecutableCache
+    from rsrv.runtime.device import Device
+    from rsrv.serve.counters import ServerCounters
+    from rsrv.serve.hook_pool import HookPool
+    from rsrv.serve.inference import Admission
+    from rsrv.serve.lifecycle import Lifecycle
+    from rsrv.serve.loading.progress import ProgramCounts
+    from rsrv.serve.registry import Registry
+    from rsrv.serve.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """`regions` is None without shared memory, `cache` without a cache; `programs` counts those that were loaded."""
+
+    registry: Registry
+    lifecycle: Lifecycle
+    scheduler: Scheduler
+    counters: ServerCounters
+    admission: Admission
+    hook_pool: HookPool
+    hook_processes_lost: Callable[[], int]
+    regions: RegionRegistry | None
+    device: Device
+    programs: Callable[[], ProgramCounts]
+    cache: ExecutableCache | None
+
+    def scheduled(self) -> Mapping[str, ModelStats]:
+        """What the scheduler counted, by model; without the stand-in of a model that is being warmed up."""
+        return {name: stats for name, stats in self.scheduler.stats().items() if self.registry.get(name) is not None}

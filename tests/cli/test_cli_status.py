@@ -1,0 +1,203 @@
+import json
+import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from rsrv.cli import status as command
+from rsrv.cli.main import main
+from rsrv.core.status import WorkerStatus
+
+COUNTERS = {
+    "requests": {"OK": 10},
+    "dispatches": 5,
+    "served": 10,
+    "rows": 30,
+    "padding_rows": 10,
+    "by_batch_size": {"8": 5},
+    "compute_seconds": 0.5,
+    "errors": {},
+    "dropped": {"deadline": 2},
+}
+MODEL = {
+    "name": "net",
+    "state": "ready",
+    "reason": "",
+    "error": None,
+    "incarnation": 1,
+    "directory": "/models/net",
+    "modified": [],
+    "weights_bytes": 24,
+    "hooks": [],
+    "programs": {"batch_sizes": [8], "shape_variants": [[]], "max_batch_size": 8, "numerics": "auto"},
+    "weight": 1.0,
+    "recent_seconds": 0.1,
+    "queue": {"requests": 3, "rows": 3, "oldest_wait_s": 0.01, "inflight_batches": 1},
+    "counters": COUNTERS,
+    "batch_fill": 0.75,
+    "queue_wait_s": {"p50": 0.001, "p90": 0.002, "p99": 0.004},
+    "cost_seconds": {"8": 0.1},
+}
+LATE = {
+    **MODEL,
+    "name": "late",
+    "state": "failed",
+    "reason": "compile: it is no program",
+    **dict.fromkeys(("programs", "queue", "counters", "batch_fill", "queue_wait_s", "weight", "recent_seconds")),
+}
+DOCUMENT = {
+    "server": {
+        "name": "rsrv",
+        "version": "0.1.0",
+        "worker": "w7",
+        "state": "serving",
+        "ready": True,
+        "phase": "serving",
+        "reason": "",
+        "stuck": "",
+        "uptime_s": 7300.0,
+        "control_mode": "static",
+        "residency_mode": "self_managed",
+        "discipline": "fair",
+        "numerics": {"mode": "auto", "tf32_active": None, "pinned_exact": None},
+        "programs": {"total": 3, "cache": 1, "compiled": 1, "shared": 0, "compile_seconds": 1.0},
+        "limits": {"max_concurrent_requests": 64, "max_queue_depth": 1024},
+        "inflight": 4,
+        "shed": 0,
+    },
+    "devices": [
+        {
+            "device": 0,
+            "platform": "cpu",
+            "kind": "cpu",
+            "weights_bytes": 24,
+            "in_use_bytes": None,
+            "peak_bytes": None,
+            "limit_bytes": None,
+            "largest_free_block_bytes": None,
+        }
+    ],
+    "models": [LATE, MODEL],
+}
+
+
+@contextmanager
+def answering(*answers):
+    """An HTTP server that gives one answer after the other, and the last one for ever; yields its address."""
+    left = list(answers)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, body = left.pop(0) if len(left) > 1 else left[0]
+            self.send_response(status if self.path == "/v1/status" else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def body(document=DOCUMENT):
+    return 200, json.dumps(document).encode()
+
+
+def test_status_shows_the_server_and_a_line_for_each_model(capsys):
+    with answering(body()) as url:
+        assert main(["status", "--url", url]) == 0
+    out, err = capsys.readouterr()
+    title, header, late, net = out.splitlines()
+    assert title == (
+        "rsrv 0.1.0 w7 · serving · up 2h · cpu (cpu) · 1/2 models · 4 of 64 requests in flight · compiled 2/3"
+    )
+    assert header.split("  ")[0] == "model"
+    assert late.split() == ["late", "failed", *["-"] * 9]
+    assert " ".join(net.split()) == "net ready 3 10 30 75% 100.00 0.5 s 1.0 ms 4.0 ms 2"
+    assert err == "late: compile: it is no program\n"
+
+
+def test_status_as_json_is_the_document_as_it_came(capsys):
+    newer = {**DOCUMENT, "new": [1]}
+    with answering(body(newer)) as url:
+        assert main(["status", "--url", f"http://{url}/", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == newer
+
+
+def test_fields_of_a_newer_server_are_ignored(capsys):
+    with answering(body({**DOCUMENT, "new": [1]})) as url:
+        assert main(["status", "--url", url]) == 0
+    assert "net" in capsys.readouterr().out
+
+
+def test_watch_shows_rates_between_two_looks_and_ends_with_ctrl_c(capsys, monkeypatch):
+    later = {**COUNTERS, "served": 20, "rows": 70, "padding_rows": 10, "dispatches": 10, "compute_seconds": 1.5}
+    now = iter([100.0, 102.0, 104.0])
+    naps = iter([None, KeyboardInterrupt()])
+
+    def sleep(seconds):
+        if (nap := next(naps)) is not None:
+            raise nap
+
+    monkeypatch.setattr(command.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    documents = iter([DOCUMENT, {**DOCUMENT, "models": [{**MODEL, "counters": later}]}])
+    monkeypatch.setattr("rsrv.client.status.fetch_status", lambda url: next(documents))
+    assert main(["status", "--watch"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert " ".join(last.split()) == "net ready 3 5/s 20/s 100% 200.00 50% 1.0 ms 4.0 ms 0/s"
+
+
+def test_the_headline_says_why_the_server_is_not_ready_once():
+    found = WorkerStatus.model_validate(DOCUMENT)
+    for reason in ("not ready: a (failed)", "no model is ready"):
+        server = found.server.model_copy(update={"ready": False, "reason": reason})
+        line = command.headline(found.model_copy(update={"server": server}))
+        assert line.count("not ready") + line.count("no model is ready") == 1 + (reason == "no model is ready")
+        assert reason in line
+
+
+def test_rates_start_anew_with_a_new_load_of_the_model():
+    old, new = (WorkerStatus.model_validate(DOCUMENT).models[1] for _ in range(2))
+    again = new.model_copy(update={"incarnation": 2})
+    assert command.model_row(again, old, 2.0) == command.model_row(again)
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "words"),
+    [
+        ((404, b""), 1, "answered /v1/status with HTTP status 404"),
+        ((200, b"<html>"), 1, "6 bytes that are no JSON object"),
+        ((200, b"[]"), 1, "2 bytes that are no JSON object"),
+        ((200, b"{}"), 1, "is not one that this version reads: server: Field required"),
+    ],
+)
+def test_something_else_than_a_worker_is_told_apart(capsys, answer, code, words):
+    with answering(answer) as url:
+        assert main(["status", "--url", url]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_nobody_there_is_unreachable(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert main(["status", "--url", f"127.0.0.1:{port}"]) == 3
+    err = capsys.readouterr().err
+    assert f"127.0.0.1:{port} cannot be reached: Connection refused" in err
+    assert "the HTTP port of a worker" in err
+
+
+@pytest.mark.parametrize("url", ["grpc://127.0.0.1:8001", "127.0.0.1:port", "http://", "127.0.0.1:8002/metrics"])
+def test_a_url_of_another_kind_is_wrong_usage(url, capsys):
+    assert main(["status", "--url", url]) == 2
+    assert "wanted [http[s]://]host[:port]" in capsys.readouterr().err
