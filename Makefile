@@ -1,11 +1,13 @@
 # Every target sets up what it needs. Stamps under .venv keep a second call from installing again.
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 VENV   := .venv
 BIN    := $(VENV)/bin
+NEWEST := .venv-newest
 OLD_TRITON := .venv-tritonclient-2.50
 ZOO_ENV := .venv-zoo
 
-.PHONY: demo test check lint format pytest examples protos docs bench zoo clean
+.PHONY: demo test test-newest check lint format pytest examples protos docs bench soak zoo clean
 
 demo: $(VENV)/.serve ## export, check, serve and call a small model: the newcomer's first minute
 	$(BIN)/rsrv demo
@@ -20,6 +22,10 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 
 pytest: $(VENV)/.dev $(VENV)/.weights $(OLD_TRITON)/.ready
 	RSRV_REQUIRE_CONTRACT_ENVS=1 $(BIN)/pytest
+
+test-newest: $(NEWEST)/.ready ## the rooms that touch jax, on the newest one that pyproject.toml allows
+	$(NEWEST)/bin/python -c 'import sys, jax, jaxlib; print("Python", sys.version.split()[0], "jax", jax.__version__, "jaxlib", jaxlib.__version__)'
+	$(NEWEST)/bin/python -m pytest tests/stablehlo tests/runtime
 
 examples: $(VENV)/.dev ## export an example of each front end and validate the bundles, as CI of a model repository does
 	$(BIN)/rsrv export jax examples/models/flax_cnn.py:make --out build/models/flax_cnn --batch-sizes 1,8 --golden 3 --overwrite
@@ -38,6 +44,9 @@ docs: $(VENV)/.dev ## regenerate the generated parts of docs/
 
 bench: $(VENV)/.dev ## side-by-side measurements; BENCH="--short" for the short form
 	$(BIN)/python -m benchmarks $(BENCH)
+
+soak: $(VENV)/.dev ## a server under random, hostile and dying clients; SOAK="--seconds 30" for the short form
+	$(BIN)/python -m soak $(SOAK)
 
 zoo: $(ZOO_ENV)/.ready ## export, check and serve real architectures, write docs/model-zoo.md; ZOO="--only NAME"
 	$(ZOO_ENV)/bin/python -m zoo $(ZOO)
@@ -70,8 +79,17 @@ $(ZOO_ENV)/.ready: pyproject.toml zoo/requirements.txt zoo/requirements-no-deps.
 	$(ZOO_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r zoo/requirements-no-deps.txt
 	touch $@
 
-# The oldest tritonclient that we promise to answer, in an environment of its own.
+# From the newest jax on, Python 3.12 is needed. A new environment each time, so that pip looks for the newest again.
+$(NEWEST)/.ready: pyproject.toml
+	$(PYTHON312) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "test-newest needs Python 3.12 or newer; set PYTHON312=…")'
+	$(PYTHON312) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve]' 'pytest>=8.3' 'pytest-timeout>=2.3'
+	touch $@
+
+# The oldest tritonclient that we promise to answer, in an environment of its own. perf_analyzer, which it brings along,
+# wants two libraries: CUDA's runtime and libb64, which is taken out of Debian's package (without it, its test skips).
 $(OLD_TRITON)/.ready:
 	$(PYTHON) -m venv $(OLD_TRITON)
-	$(OLD_TRITON)/bin/python -m pip install --quiet --disable-pip-version-check 'tritonclient==2.50.0' 'grpcio' 'protobuf<6' 'numpy' 'python-rapidjson' 'packaging'
+	$(OLD_TRITON)/bin/python -m pip install --quiet --disable-pip-version-check 'tritonclient==2.50.0' 'grpcio' 'protobuf<6' 'numpy' 'python-rapidjson' 'packaging' 'nvidia-cuda-runtime-cu12'
+	-cd $(OLD_TRITON) && apt-get download -qq libb64-0d && dpkg-deb -x libb64-0d_*.deb libb64 && rm libb64-0d_*.deb
 	touch $@

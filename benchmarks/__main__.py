@@ -1,4 +1,4 @@
-"""``python -m benchmarks [--short] [--json FILE] [CASE …]``."""
+"""``python -m benchmarks [--short] [--out FOLDER] [--record FILE] [CASE …]``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks import first_light
+from benchmarks import first_light, restart, scheduler, serving
 from benchmarks.load import pin
-from benchmarks.report import show, write
+from benchmarks.report import record, show, write
 from benchmarks.servers import DRIVER_CORE
 
-CASES = {**first_light.CASES}
+CASES = {**first_light.CASES, **scheduler.CASES, **restart.CASES, **serving.CASES}
 
 
 def main() -> int:
@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"all by default: {', '.join(CASES)}")
     parser.add_argument("--short", action="store_true", help="seconds instead of minutes; the numbers mean little")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON file")
+    parser.add_argument("--record", type=Path, help="Markdown file to put the table into, such as docs/performance.md")
     arguments = parser.parse_args()
     unknown = [c for c in arguments.cases if c not in CASES]
     if unknown:
@@ -34,6 +35,8 @@ def main() -> int:
         measurements += list(CASES[name](short=arguments.short))
         os.sched_setaffinity(0, affinity)
     show(measurements)
+    if arguments.record:
+        record(measurements, arguments.record)
     path = write(measurements, arguments.out)
     sys.stderr.write(json.dumps({"written": str(path)}) + "\n")
     return 0

@@ -79,3 +79,34 @@ def slow(repo: Path, *, seconds: float = 0.2) -> float:
         collect_git=False,
     )
     return timed(steps)
+
+
+def rows(
+    repo: Path, name: str = "rows", *, steps: int = 400, batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+) -> Path:
+    """f32[n,64,64] → f32[n,64]: `steps` small products of its own for every row, so twice the rows take twice as long.
+
+    A core of 2020 takes 10 µs a step or less, so 4 ms for the row of 400.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from rsrv.export import export_bundle
+
+    w = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32) / np.float32(8)
+
+    def program(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        mixed = jax.lax.fori_loop(0, steps, lambda _, m: jnp.clip(m @ p["w"], -1.0, 1.0), x)
+        return mixed.sum(1)
+
+    return export_bundle(
+        "jax",
+        program,
+        {"w": w},
+        (np.ones((1, 64, 64), np.float32),),
+        dir=repo / name,
+        input_names=["x"],
+        output_names=["y"],
+        batch_sizes=list(batch_sizes),
+        collect_git=False,
+    )

@@ -23,6 +23,9 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
 }
 
 
+_BEGIN, _END = "<!-- written by make bench -->", "<!-- to here -->"
+
+
 @dataclass(frozen=True)
 class Bound:
     relation: str
@@ -67,6 +70,35 @@ def show(measurements: Sequence[Measurement]) -> None:
         parts = "  ".join(f"{k}={v:.4g}" for k, v in m.parts.items())
         table.add_row(m.name, f"{m.value:.3g}", wanted, verdict, parts)
     Console().print(table)
+
+
+def markdown(measurements: Sequence[Measurement]) -> str:
+    """The measurements as a table of GitHub's Markdown; bold values miss what was wanted."""
+    lines = ["| measurement | value | wanted | parts |", "|---|---|---|---|"]
+    for m in measurements:
+        value = f"{m.value:.3g}" if m.met is not False else f"**{m.value:.3g}**"
+        wanted = f"{m.bound.relation} {m.bound.value:g}" if m.bound else ""
+        parts = ", ".join(f"{k} {v:.4g}" for k, v in m.parts.items())
+        lines.append(f"| {m.name} | {value} | {wanted} | {parts} |")
+    return "\n".join(lines)
+
+
+def record(measurements: Sequence[Measurement], path: Path) -> None:
+    """Put the measurements with the machine's facts into a Markdown file, in place of those of the last run."""
+    facts = machine()
+    packages = ", ".join(f"{name} {number}" for name, number in facts["packages"].items())
+    block = (
+        f"{_BEGIN}\n\n## A run of all cases\n\nMeasured {time.strftime('%Y-%m-%d', time.gmtime())} on {facts['cores']} "
+        f"cores ({facts['cpu']}), Python {facts['python']}, {packages}. Bold values miss what was wanted.\n\n"
+        f"{markdown(measurements)}\n\n{_END}"
+    )
+    text = path.read_text()
+    if _BEGIN in text:
+        before, _, rest = text.partition(_BEGIN)
+        text = before + block + rest.partition(_END)[2]
+    else:
+        text = f"{text.rstrip()}\n\n{block}\n"
+    path.write_text(text)
 
 
 def write(measurements: Sequence[Measurement], directory: Path) -> Path:

@@ -19,9 +19,14 @@ START_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Server:
-    pid: int
+    process: subprocess.Popen[str]
     grpc_port: int
-    http_port: int | None
+    http_port: int | None = None
+    log: Path = Path(os.devnull)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     @property
     def target(self) -> str:
@@ -35,7 +40,7 @@ def echo_server(threads: int) -> Iterator[Server]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        yield Server(process.pid, int(process.stdout.readline()), None)
+        yield Server(process, int(process.stdout.readline()))
     finally:
         process.stdin.close()
         process.stdout.close()
@@ -66,7 +71,7 @@ def rsrv_server(
             log.seek(0)
             raise RuntimeError(f"rsrv serve did not start:\n{log.read()[-4000:]}")
         ports = json.loads(line)
-        server = Server(process.pid, ports["grpc_port"], ports["http_port"])
+        server = Server(process, ports["grpc_port"], ports["http_port"], Path(log.name))
         drain = threading.Thread(target=process.stdout.read, daemon=True)
         drain.start()
         wait_ready(server)

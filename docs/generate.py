@@ -5,12 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeGuard, get_args, get_origin
+
+from pydantic import BaseModel
 
 from rsrv.cli.reference import markdown as commands
 from rsrv.core.config import key_table
+from rsrv.core.config.keys import describe_type
+from rsrv.core.status import WorkerStatus
 from rsrv.serve.series import PREFIX, SERIES
+from rsrv.serve.triton_metrics import TRITON_SERIES
 
 HERE = Path(__file__).resolve().parent
 
@@ -30,34 +37,73 @@ def configuration() -> str:
 
 
 def metrics() -> str:
-    rows = [
-        (f"`{PREFIX}{series.name}`", series.type, ", ".join(f"`{label}`" for label in series.labels), series.help)
-        for series in SERIES.values()
-    ]
-    return _page(
+    columns = ("series", "type", "labels", "meaning")
+    page = _page(
         "Metrics of a worker",
         "At `/metrics` of the HTTP port, in the Prometheus text format. Every series also has the labels `worker` and "
         "`gpu` where they are known. A counter counts since the worker started.",
-        ("series", "type", "labels", "meaning"),
-        rows,
+        columns,
+        [(f"`{PREFIX}{series.name}`", series.type, _codes(series.labels), series.help) for series in SERIES.values()],
     )
+    rows = [(f"`{series.name}`", series.type, _codes(series.labels), series.help) for series in TRITON_SERIES.values()]
+    text = (
+        "With `metrics.triton_compat: true` requests are exported under the names of Triton Inference Server, too, for "
+        "dashboards that exist already: without `_total`, in microseconds, summed up over answered requests."
+    )
+    return "\n".join([page, "## Triton's names", "", text, "", *_table(columns, rows)]) + "\n"
+
+
+def status() -> str:
+    return _page(
+        "Status of a worker",
+        "What `GET /v1/status` of the HTTP port answers, as JSON; `rsrv status` shows it. Seconds and bytes; counts "
+        "start with the process. Fields may be added: a reader ignores those that it does not know.",
+        ("field", "type", "meaning"),
+        _fields(WorkerStatus, ""),
+    )
+
+
+def _fields(model: type[BaseModel], path: str) -> Iterator[tuple[str, str, str]]:
+    """Each field under its path: ``models[].queue.rows``."""
+    for name, field in model.model_fields.items():
+        inner = [a for a in (field.annotation, *get_args(field.annotation)) if _is_model(a)]
+        here = f"{path}{name}"
+        if not inner:
+            yield f"`{here}`", describe_type(field.annotation), field.description or ""
+            continue
+        many, optional = get_origin(field.annotation) is list, type(None) in get_args(field.annotation)
+        text = field.description or inspect.getdoc(inner[0]) or ""
+        yield f"`{here}{'[]' if many else ''}`", "object or null" if optional else "object", text
+        yield from _fields(inner[0], f"{here}{'[]' if many else ''}.")
+
+
+def _is_model(annotation: object) -> TypeGuard[type[BaseModel]]:
+    return inspect.isclass(annotation) and not get_args(annotation) and issubclass(annotation, BaseModel)
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "cli.md": commands,
     "configuration.md": configuration,
     "metrics.md": metrics,
+    "status.md": status,
 }
 
 
 def _page(title: str, text: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"# {title}", "", "Made by `python docs/generate.py`; do not edit by hand.", "", text, ""]
-    lines += [_row(columns), "|" + "---|" * len(columns)]
-    return "\n".join([*lines, *(_row(row) for row in rows)]) + "\n"
+    return "\n".join([*lines, *_table(columns, rows)]) + "\n"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [_row(columns), "|" + "---|" * len(columns), *(_row(row) for row in rows)]
 
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _codes(texts: Iterable[str]) -> str:
+    return ", ".join(f"`{text}`" for text in texts)
 
 
 def _code(text: str | None, missing: str) -> str:

@@ -10,23 +10,23 @@ import pytest
 
 from benchmarks.__main__ import CASES
 from benchmarks.load import ModelResult
-from benchmarks.report import Bound, Measurement
+from benchmarks.report import Bound, Measurement, record
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_every_case_of_the_short_run_yields_finite_numbers_and_a_json_file(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "--short", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.iterdir()
     report = json.loads(path.read_text())
     assert report["machine"]["packages"]["jaxlib"]
     measured = {m["name"]: m["value"] for m in report["measurements"]}
     assert len(measured) >= len(CASES)
-    assert all(math.isfinite(value) and value > 0 for value in measured.values())
+    assert all(math.isfinite(value) and value >= 0 for value in measured.values())
 
 
 def test_an_unknown_case_is_a_usage_error():
@@ -42,3 +42,17 @@ def test_quantiles_are_nearest_rank_in_milliseconds_and_bounds_compare():
     assert Measurement("a", 2.0, Bound("≤", 2.0)).met is True
     assert Measurement("a", 4.0, Bound(">", 4.0)).met is False
     assert Measurement("a", 1.0).met is None
+
+
+def test_a_recorded_run_replaces_the_last_one_and_leaves_the_text_around_it(tmp_path):
+    file = tmp_path / "performance.md"
+    file.write_text("# Performance\n\nText.\n")
+    record([Measurement("old", 1.0)], file)
+    with file.open("a") as more:
+        more.write("\n## After\n")
+    record([Measurement("new", 3.0, Bound("≤", 2.0), {"ms": 1.5})], file)
+    text = file.read_text()
+    assert text.startswith("# Performance\n\nText.\n")
+    assert text.endswith("## After\n")
+    assert "| old |" not in text
+    assert "| new | **3** | ≤ 2 | ms 1.5 |" in text

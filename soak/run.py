@@ -1,0 +1,191 @@
+"""A soak from the export of its models to its verdict: warm up, rest, work, rest, compare."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.load import INFER, open_channel
+from benchmarks.servers import Server, rsrv_server
+from rsrv.core.status import WorkerStatus
+from soak.fleet import Clients
+from soak.models import models
+from soak.verdict import Check, judge
+from soak.vitals import Vitals, Watch, remove_shared_memory, shared_memory
+
+CONCURRENT = 16
+"""Of the server's requests; the clients have more threads, so that some are turned away."""
+ENGINE_THREADS = CONCURRENT + 32
+REST_SECONDS = 30.0
+"""Longest time until a server without clients has to have come to rest."""
+
+ENVIRON = {
+    "JAX_PLATFORMS": "cpu",
+    "RSRV_WORKER_RUNTIME_BACKEND": "cpu",
+    "RSRV_WORKER_ENDPOINTS_MAX_CONCURRENT_REQUESTS": str(CONCURRENT),
+    "RSRV_WORKER_SCHEDULER_MAX_QUEUE_DEPTH": "12",
+    "RSRV_WORKER_SHM_REAP_SECONDS": "2",
+    "RSRV_WORKER_HOOKS_MAX_LOST": "1000000",
+}
+
+
+@dataclass
+class Record:
+    """What a soak saw. `before` and `after` are the server at rest, `samples` its memory (seconds, bytes) at work."""
+
+    seconds: float
+    seed: int
+    before: Vitals
+    after: Vitals
+    samples: list[tuple[float, int]]
+    status: WorkerStatus
+    outcomes: Counter[str] = field(default_factory=Counter)
+    models: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    started: int = 0
+    survivors_started: int = 0
+    survivors_ended: int = 0
+    cut_off: int = 0
+    killed: int = 0
+    slowest: float = 0.0
+    left_in_shared_memory: list[str] = field(default_factory=list)
+    exit_code: int | None = None
+    log: list[str] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "seconds": self.seconds,
+            "seed": self.seed,
+            "checks": [{"name": c.name, "passed": c.passed, "found": c.found} for c in self.checks],
+            "requests": {"started": self.started, "killed_clients": self.killed, "cut_off_by_kills": self.cut_off},
+            "outcomes": dict(sorted(self.outcomes.items())),
+            "models": dict(sorted(self.models.items())),
+            "slowest_seconds": self.slowest,
+            "before": self.before.summary(),
+            "after": self.after.summary(),
+            "rss_samples": [[round(t, 1), rss] for t, rss in self.samples],
+            "problems": self.problems,
+        }
+
+
+def soak(folder: Path, *, seconds: float, seed: int, steady: int, mortal: int, say: Callable[[str], None]) -> Record:
+    """Run clients against a server for `seconds`, after a warm-up of a fifth of that; `folder` has to be empty."""
+    repo = folder / "models"
+    repo.mkdir()
+    for model in models().values():
+        say(f"export {model.name}")
+        model.write(repo)
+    present = set(shared_memory())
+    with rsrv_server(repo, environ=ENVIRON, core=None) as server:
+        say(f"warm up: {seconds / 5:.0f} s")
+        warm = Clients(server.target, seed, folder / "warm")
+        warm.run(max(6.0, seconds / 5), steady=steady, mortal=mortal)
+        _start_all_threads(server)
+        before = _at_rest(server, warm)
+        say(f"soak: {seconds:.0f} s, seed {seed}")
+        clients = Clients(server.target, seed + 1, folder / "work")
+        with _watched(server.pid) as watch:
+            clients.run(seconds, steady=steady, mortal=mortal)
+        say("rest")
+        after = _at_rest(server, clients)
+        record = Record(seconds, seed, before, after, watch.samples, _status(server))
+        server.process.terminate()
+        record.exit_code = server.process.wait(60)
+        record.log = server.log.read_text(errors="replace").splitlines()
+        pids = warm.pids | clients.pids | {server.pid}
+    for fleet in (warm, clients):
+        _add(record, fleet)
+    record.left_in_shared_memory = [
+        name for name, pid in shared_memory().items() if name not in present and pid in pids
+    ]
+    record.checks = judge(record)
+    return record
+
+
+def _add(record: Record, clients: Clients) -> None:
+    record.problems += clients.problems
+    record.started += clients.started
+    record.cut_off += clients.lost
+    record.killed += len(clients.killed)
+    for report in clients.reports:
+        record.outcomes.update(report["outcomes"])
+        record.models.update(report["models"])
+        record.problems += report["problems"]
+        record.survivors_started += report["started"]
+        record.survivors_ended += report["ended"]
+        record.slowest = max(record.slowest, report["slowest"])
+
+
+@contextmanager
+def _watched(pid: int) -> Iterator[Watch]:
+    watch = Watch(pid)
+    watch.start()
+    try:
+        yield watch
+    finally:
+        watch.stop()
+
+
+def _start_all_threads(server: Server) -> None:
+    """Calls that send nothing hold a thread each: afterwards the engine has as many as it ever will."""
+    over = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        over.wait()
+        yield from ()
+
+    channel = open_channel(server.target)
+    calls = [channel.stream_unary(INFER).future(nothing()) for _ in range(ENGINE_THREADS)]
+    time.sleep(2.0)
+    for call in calls:
+        call.cancel()
+    over.set()
+    channel.close()
+
+
+def _at_rest(server: Server, clients: Clients) -> Vitals:
+    """The server when it is idle, has replaced lost hook processes, and has dropped the memory of dead clients."""
+    until = time.monotonic() + REST_SECONDS
+    seen: list[tuple[int, int, int]] = []
+    while time.monotonic() < until:
+        # Half a second after the last request over HTTP, whose thread and connection end by themselves.
+        vitals = Vitals.of(server.pid)
+        seen.append((vitals.fds, vitals.threads, vitals.children))
+        # Nothing has changed for three seconds.
+        if len(seen) > 6 and len(set(seen[-6:])) == 1 and not _regions(server):
+            break
+        time.sleep(0.5)
+    for name, pid in shared_memory().items():
+        if pid in clients.killed:
+            remove_shared_memory(name)
+    return vitals
+
+
+def _regions(server: Server) -> float:
+    return sum(
+        float(line.split()[-1])
+        for line in _get(server, "/metrics").splitlines()
+        if line.startswith("rsrv_worker_shm_regions")
+    )
+
+
+def _status(server: Server) -> WorkerStatus:
+    return WorkerStatus.model_validate_json(_get(server, "/v1/status"))
+
+
+def _get(server: Server, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}{path}", timeout=20) as answer:
+        return str(answer.read().decode())
