@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.load import INFER, open_channel
 from benchmarks.servers import Server, rsrv_server
 from rsrv.core.status import WorkerStatus
+from rsrv.core.wire import encode_request, join
 from soak.fleet import Clients
 from soak.models import models
 from soak.verdict import Check, judge
@@ -38,7 +41,15 @@ ENVIRON = {
 
 @dataclass
 class Record:
-    """What a soak saw. `before` and `after` are the server at rest, `samples` its memory (seconds, bytes) at work."""
+    """What a soak saw.
+
+    Attributes:
+        before, after: the server at rest.
+        samples: its memory at work (seconds, bytes).
+        started: requests that all clients sent, and of these what clients that lived to the end sent and finished.
+        extra: requests that no client sent.
+        cut_off: requests that clients were killed in.
+    """
 
     seconds: float
     seed: int
@@ -50,6 +61,7 @@ class Record:
     models: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     started: int = 0
+    extra: int = 0
     survivors_started: int = 0
     survivors_ended: int = 0
     cut_off: int = 0
@@ -93,7 +105,7 @@ def soak(folder: Path, *, seconds: float, seed: int, steady: int, mortal: int, s
         say(f"warm up: {seconds / 5:.0f} s")
         warm = Clients(server.target, seed, folder / "warm")
         warm.run(max(6.0, seconds / 5), steady=steady, mortal=mortal)
-        _start_all_threads(server)
+        extra = _start_all_threads(server)
         before = _at_rest(server, warm)
         say(f"soak: {seconds:.0f} s, seed {seed}")
         clients = Clients(server.target, seed + 1, folder / "work")
@@ -101,7 +113,7 @@ def soak(folder: Path, *, seconds: float, seed: int, steady: int, mortal: int, s
             clients.run(seconds, steady=steady, mortal=mortal)
         say("rest")
         after = _at_rest(server, clients)
-        record = Record(seconds, seed, before, after, watch.samples, _status(server))
+        record = Record(seconds, seed, before, after, watch.samples, _status(server), extra=extra)
         server.process.terminate()
         record.exit_code = server.process.wait(60)
         record.log = server.log.read_text(errors="replace").splitlines()
@@ -139,8 +151,8 @@ def _watched(pid: int) -> Iterator[Watch]:
         watch.stop()
 
 
-def _start_all_threads(server: Server) -> None:
-    """Calls that send nothing hold a thread each: afterwards the engine has as many as it ever will."""
+def _start_all_threads(server: Server) -> int:
+    """Have the server start what it starts when needed. Calls that send nothing hold a thread of the engine each."""
     over = threading.Event()
 
     def nothing() -> Iterator[bytes]:
@@ -153,7 +165,15 @@ def _start_all_threads(server: Server) -> None:
     for call in calls:
         call.cancel()
     over.set()
+    # The threads for hooks are started when several calls wait for one.
+    for model in models().values():
+        body = join(encode_request(model.name, list(model.inputs(np.random.default_rng(0), 1).items())))
+        for _ in range(5):
+            calls = [channel.unary_unary(INFER).future(body, timeout=60) for _ in range(CONCURRENT)]
+            for call in calls:
+                call.exception()
     channel.close()
+    return len(models()) * 5 * CONCURRENT
 
 
 def _at_rest(server: Server, clients: Clients) -> Vitals:
