@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 NEWEST := .venv-newest
 OLD_TRITON := .venv-tritonclient-2.50
 ZOO_ENV := .venv-zoo
+TEST_PROCESSES ?= 2
 
 .PHONY: demo test test-newest check lint format pytest examples protos docs bench soak zoo clean
 
@@ -21,7 +22,7 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 	$(BIN)/lint-imports
 
 pytest: $(VENV)/.dev $(VENV)/.weights $(OLD_TRITON)/.ready
-	RSRV_REQUIRE_CONTRACT_ENVS=1 $(BIN)/pytest
+	RSRV_REQUIRE_CONTRACT_ENVS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
 
 test-newest: $(NEWEST)/.ready ## the rooms that touch jax, on the newest one that pyproject.toml allows
 	$(NEWEST)/bin/python -c 'import sys, jax, jaxlib; print("Python", sys.version.split()[0], "jax", jax.__version__, "jaxlib", jaxlib.__version__)'
