@@ -76,7 +76,6 @@ __getattr__, __dir__, __all__ = attach(
         "StagingPool": ".staging",
         "TensorSpec": ".tensors",
         "VARIABLE": ".tensors",
-        "WorkerStatus": ".status",
         "aligned_empty": ".memory",
         "auto_letters": ".shapes",
         "parse_letters": ".shapes",

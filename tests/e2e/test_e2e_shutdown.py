@@ -90,7 +90,12 @@ def test_sigterm_under_load_answers_every_call_and_exits_0(repo):
 
 
 def test_requests_that_the_grace_cannot_finish_are_refused_with_stopping(repo):
-    env = {**FAKE, "RSRV_WORKER_RUNTIME_FAKE_SECONDS_PER_ROW": "1.5", "RSRV_WORKER_SHUTDOWN_GRACE_SECONDS": "0.2"}
+    env = {
+        **FAKE,
+        "RSRV_WORKER_RUNTIME_FAKE_SECONDS_PER_ROW": "1.5",
+        "RSRV_WORKER_SHUTDOWN_GRACE_SECONDS": "0.2",
+        "RSRV_WORKER_SCHEDULER_DISCIPLINE": "fifo",  # which runs no warm-up; here it would take the device for seconds
+    }
     with ServerProcess(repo, env=env) as server:
         server.wait_ready()
         with grpc.insecure_channel(server.url) as channel:

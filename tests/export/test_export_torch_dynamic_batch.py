@@ -65,10 +65,11 @@ def test_a_module_in_which_the_number_matters_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
-def test_a_torchscript_module_is_refused(tmp_path: Path) -> None:
+def test_a_torchscript_module_answers_at_any_size(tmp_path: Path) -> None:
     scripted = torch.jit.trace(nn.Linear(4, 2).eval(), torch.randn(2, 4))
-    with pytest.raises(ExportError, match="TorchScript module is converted for every batch size anew"):
-        export(scripted, (torch.randn(2, 4),), tmp_path / "scripted")
+    path = export(scripted, (torch.randn(2, 4),), tmp_path / "scripted", golden=2)
+    assert open_bundle(path).manifest.batching.dynamic
+    assert verify_bundle(path, batches=[3, 8]).passed(strict=True)
 
 
 def test_an_operator_that_needs_the_number_is_named(tmp_path: Path) -> None:

@@ -60,7 +60,14 @@ def test_no_sequence_of_batches_is_cheaper_than_the_chosen_one_by_more_than_a_di
         return known[left]
 
     chosen = costs.first((), keys, rows, None)
-    assert prices[chosen] + cheapest_of(rows - chosen) <= cheapest_of(rows) / 0.97 + 1e-6
+    worth = 0.5 if rows in keys else 0.9
+    assert prices[chosen] + cheapest_of(rows - chosen) <= cheapest_of(rows) / worth + 1e-6
+
+
+def test_rows_that_fill_a_size_exactly_take_it_whatever_the_noise():
+    assert seeded({1: 0.01, 4: 0.013, 8: 0.008}).first((), (1, 4, 8), 4, None) == 4
+    assert seeded({1: 10e-6, 4: 100e-6, 8: 30e-6}).first((), (1, 4, 8), 4, None) == 4
+    assert seeded({1: 0.01, 4: 0.013, 8: 0.008}).first((), (1, 4, 8), 3, None) == 8
 
 
 def test_one_long_wait_does_not_change_what_is_chosen():

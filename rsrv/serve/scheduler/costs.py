@@ -15,6 +15,10 @@ _DRIFT = 0.1
 _WORTH = 0.9
 """Another size than the largest filled one has to be this much cheaper: the times of tiny programs differ by more than
 a few percent from run to run, and padded rows cost staging and memory outside the device."""
+_WORTH_EXACT = 0.5
+"""The same for a size that the rows fill exactly."""
+_WORTH_NS = 100_000
+"""And by this much: below, differences are noise."""
 _FORGET_RUNS = 256
 """After so many runs of other sizes a size may be tried again: only a run can put a wrong estimate right."""
 _TRUST_NS = 10**9
@@ -119,7 +123,9 @@ class Costs:
     def first(self, variant: Variant, keys: Sequence[int], rows: int, cap: int | None) -> int:
         """The batch key to start with, of the ascending `keys`, so that `rows` rows cost the least in the end.
 
-        While the size that the plain rule takes is not measured it is taken, so that it will be.
+        Rows that fill a size exactly take it unless another is far cheaper, so that the rounding of their answers does
+        not depend on how busy the machine is. While the size that the plain rule takes is not measured it is taken, so
+        that it will be.
         """
         plain = filled_key(keys, rows)
         if len(keys) == 1:
@@ -170,7 +176,9 @@ class _Table:
         return known
 
     def _first(self, keys: Sequence[int], rows: int, plain: int) -> int:
-        best, least = plain, self._with(self._by_key[plain], rows) * _WORTH
+        total = self._with(self._by_key[plain], rows)
+        worth = _WORTH_EXACT if plain == rows else _WORTH
+        best, least = plain, min(total * worth, total - _WORTH_NS)
         for key in keys:
             option = self._by_key.get(key)
             if option is not None and key != plain:
