@@ -9,7 +9,7 @@ import pytest
 def _nothing_is_left_in_shared_memory():
     before = set(glob.glob("/dev/shm/*"))
     yield
-    left = {path for path in glob.glob("/dev/shm/*") if "rsrv" in path or "test-sparse" in path} - before
+    left = {path for path in glob.glob("/dev/shm/*") if "rsrv" in path} - before
     assert not {path for path in left if not _in_use_elsewhere(path)}
 
 

@@ -60,11 +60,15 @@ def main() -> None:
 
 
 def _answer(hooks: Hooks, message: dict[str, Any], model: str, inputs: int, outputs: int) -> dict[str, Any]:
-    role = message["role"]
+    role, me = message["role"], os.getpid()
     try:
-        arrays: Arrays = call_hook(
-            getattr(hooks, role), read_arrays(inputs, message["tensors"]), model=model, role=role
-        )
+        try:
+            arrays: Arrays = call_hook(
+                getattr(hooks, role), read_arrays(inputs, message["tensors"]), model=model, role=role
+            )
+        finally:
+            if os.getpid() != me:
+                os._exit(0)  # a hook forked, and this is the copy: it must not write where the next answer may be
         return {"tensors": write_arrays(outputs, arrays)}
     except HookRejected as error:
         code, reason = int(error.code), error.reason
