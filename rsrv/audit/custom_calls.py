@@ -6,27 +6,15 @@ import re
 from collections.abc import Iterator, Sequence
 
 from rsrv.audit.findings import Finding
+from rsrv.stablehlo.custom_calls import COMPILER_CALLS
 
 # Understood by XLA itself, on every platform.
-_EVERYWHERE = frozenset(
-    {
-        "AllocateBuffer",
-        "ApproxTopK",
-        "Sharding",
-        "SPMDFullToShardShape",
-        "SPMDShardToFullShape",
-        "TopK",
-        "annotate_device_placement",
-        "mhlo.erf",
-        "mhlo.tan",
-        "mhlo.topk",
-        "shape_assertion",
-        "stablehlo.dynamic_approx_top_k",
-        "stablehlo.dynamic_reduce_window",
-        "stablehlo.dynamic_rng_bit_generator",
-        "stablehlo.dynamic_top_k",
-    }
-)
+_EVERYWHERE = COMPILER_CALLS | {
+    "stablehlo.dynamic_approx_top_k",
+    "stablehlo.dynamic_reduce_window",
+    "stablehlo.dynamic_rng_bit_generator",
+    "stablehlo.dynamic_top_k",
+}
 # Come with jaxlib (its CPU wheel, its CUDA plugin), so a server on that platform has them.
 _PLATFORMS = (
     ("cpu", re.compile(r"lapack_\w+|tridiagonal_solve_perturbed_ffi")),

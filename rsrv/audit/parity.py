@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rsrv.core.dtypes import DType
+from rsrv.core.dtypes import dtype_text
 from rsrv.core.errors import UsageError
 
 Verdict = Literal["ok", "unproven", "mismatch"]
@@ -168,7 +168,7 @@ def compare(
 def unanswered(reference: Mapping[str, np.ndarray], problem: str) -> ParityReport:
     """The report on a sample that got no answer at all, because of `problem`."""
     rows = [
-        ParityRow(name, _token(array.dtype), array.shape, count=array.size, problem=problem)
+        ParityRow(name, dtype_text(array.dtype), array.shape, count=array.size, problem=problem)
         for name, array in reference.items()
     ]
     return ParityReport(tuple(rows))
@@ -185,7 +185,7 @@ def merge(reports: Iterable[ParityReport]) -> ParityReport:
 
 def tolerance_of(name: str, dtype: np.dtype[Any], tolerances: Tolerances = None) -> float:
     """What rel may be for the output `name`; 0 for integers and booleans."""
-    token = _token(dtype)
+    token = dtype_text(dtype)
     if token not in TOLERANCES:
         return 0.0
     if isinstance(tolerances, Mapping):
@@ -216,12 +216,12 @@ def parse_tolerances(texts: Sequence[str]) -> dict[str, float] | None:
 
 def _compare_one(name: str, reference: np.ndarray, candidate: np.ndarray | None, tolerance: float) -> ParityRow:
     expected = np.asarray(reference)
-    row = ParityRow(name, _token(expected.dtype), expected.shape, count=expected.size, tolerance=tolerance)
+    row = ParityRow(name, dtype_text(expected.dtype), expected.shape, count=expected.size, tolerance=tolerance)
     if candidate is None:
         return replace(row, problem="there is no such output")
     found = np.asarray(candidate)
     if found.dtype != expected.dtype:
-        return replace(row, problem=f"is {_token(found.dtype)}, want {row.dtype}")
+        return replace(row, problem=f"is {dtype_text(found.dtype)}, want {row.dtype}")
     if found.shape != expected.shape:
         return replace(row, problem=f"has shape {list(found.shape)}, want {list(expected.shape)}")
     if not expected.size:
@@ -317,13 +317,6 @@ def _merged(one: ParityRow, other: ParityRow) -> ParityRow:
 
 def _tuple(values: Sequence[int] | None) -> tuple[int, ...] | None:
     return None if values is None else tuple(values)
-
-
-def _token(dtype: np.dtype[Any]) -> str:
-    try:
-        return DType.from_numpy(dtype).value
-    except TypeError:
-        return str(dtype)
 
 
 def _finite(value: float) -> float | str:

@@ -108,3 +108,11 @@ _FROM_NUMPY = {d.numpy: d for d in DType}
 _FROM_WIRE = {d.wire: d for d in DType if d.wire is not None}
 _FROM_SAFETENSORS = {d.safetensors: d for d in DType}
 _FROM_STABLEHLO = {d.stablehlo: d for d in DType}
+
+
+def dtype_text(dtype: np.dtype[np.generic]) -> str:
+    """A NumPy dtype for messages: the format's own token (``f32``), or NumPy's name where it has none."""
+    try:
+        return DType.from_numpy(dtype).value
+    except TypeError:
+        return str(dtype)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rsrv.bundle.files import GOLDEN, is_passing, name_problem
 from rsrv.core.errors import ExportError
+from rsrv.core.shapes import is_integer
 
 if TYPE_CHECKING:
     from rsrv.bundle.iospec import IOSpec
@@ -162,12 +163,8 @@ def _require_axes(option: str, axes: object) -> None:
     if axes is None:
         return
     listed = list(axes.values()) if isinstance(axes, Mapping) else axes
-    if not isinstance(listed, (list, tuple)) or not all(axis is None or _is_integer(axis) for axis in listed):
+    if not isinstance(listed, (list, tuple)) or not all(axis is None or is_integer(axis) for axis in listed):
         raise ExportError(f"{option} is {axes!r}, want a list of axes, or a mapping name → axis")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _require_letters(letters: object) -> None:

@@ -35,7 +35,11 @@ def fingerprint(device: Device, environ: Mapping[str, str] = os.environ) -> Fing
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The model and the features of the first processor: the architecture and a digest of all."""
+    """The model and the features of the first processor: the architecture and a digest of all.
+
+    Where they cannot be read, the name of the machine takes their place, since code for another processor may end a
+    process.
+    """
     facts: dict[str, str] = {}
     try:
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines():
@@ -43,7 +47,7 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
             if name.strip() in _CPU_FACTS:
                 facts[name.strip()] = " ".join(sorted(value.split()))
     except OSError:
-        pass
+        facts["node"] = os.uname().nodename
     facts["machine"] = os.uname().machine
     digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:16]
     return f"{facts['machine']} {digest}"

@@ -11,7 +11,7 @@ from math import prod
 
 import numpy as np
 
-from rsrv.core.dtypes import DType
+from rsrv.core.dtypes import DType, dtype_text
 from rsrv.core.errors import InvalidRequest
 from rsrv.core.shm.tensor import Tensor
 from rsrv.core.tensors import DimKind, OutputTarget, TensorSpec
@@ -97,15 +97,8 @@ class TensorCheck:
         shape = ",".join(map(str, array.shape))
         return InvalidRequest(
             f"{self._what} {declared.spec.name!r} of model {self._model!r} {problem}; "
-            f"declared {declared.spec.describe()}, got {_token(array.dtype)}[{shape}]"
+            f"declared {declared.spec.describe()}, got {dtype_text(array.dtype)}[{shape}]"
         )
-
-
-def _token(dtype: np.dtype[np.generic]) -> str:
-    try:
-        return DType.from_numpy(dtype).value
-    except TypeError:
-        return str(dtype)
 
 
 def _datatype(dtype: np.dtype[np.generic]) -> str:

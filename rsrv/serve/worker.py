@@ -30,6 +30,7 @@ from rsrv.serve.http import http_routes
 from rsrv.serve.inference import Admission, Inference
 from rsrv.serve.lifecycle import Lifecycle, Readiness
 from rsrv.serve.loading import DigestWatch, Loader, LoadProgress, ProgramSource, Warmup
+from rsrv.serve.loading.steps import Steps
 from rsrv.serve.metrics import WorkerMetrics, gpu_label
 from rsrv.serve.numerics import ServerNumerics, numerics_for, prepare_environment, probe
 from rsrv.serve.registry import Registry
@@ -192,7 +193,7 @@ class RunningServer:
             cache=self.cache,
             options=self._options,
             progress=progress,
-            require_running=self._require_running,
+            require_running=Steps(self._stopping).require_running,
         )
 
     def _listen(self) -> None:
@@ -396,10 +397,6 @@ class RunningServer:
             self.http_server.stop()
 
     # --- small parts ----------------------------------------------------------------------------------------------
-
-    def _require_running(self) -> None:
-        if self._stopping.is_set():
-            raise ServerStopping("the server is stopping")
 
     def _set_phase(self, phase: str) -> None:
         self.lifecycle.phase = phase

@@ -9,28 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rsrv.core.errors import ProgramError
+from rsrv.stablehlo.custom_calls import COMPILER_CALLS
 from rsrv.stablehlo.mlir import ir
 
 _DOTS = frozenset({"stablehlo.dot_general", "stablehlo.dot", "chlo.ragged_dot", "mhlo.dot_general", "mhlo.dot"})
 _CONVOLUTIONS = frozenset({"stablehlo.convolution", "stablehlo.dynamic_conv", "mhlo.convolution", "mhlo.dynamic_conv"})
 _LIBRARY_OPS = frozenset({"cholesky", "triangular_solve"})
 _CUSTOM_CALLS = frozenset({"stablehlo.custom_call", "mhlo.custom_call"})
-# Custom calls that the compiler itself understands and that multiply nothing.
-_WITHOUT_PRODUCTS = frozenset(
-    {
-        "AllocateBuffer",
-        "ApproxTopK",
-        "Sharding",
-        "SPMDFullToShardShape",
-        "SPMDShardToFullShape",
-        "TopK",
-        "annotate_device_placement",
-        "mhlo.erf",
-        "mhlo.tan",
-        "mhlo.topk",
-        "shape_assertion",
-    }
-)
 _SINGLE = frozenset({"f32", "complex<f32>"})
 """Element types that a GPU may multiply in TF32."""
 _F32_ALGORITHM = (
@@ -101,7 +86,7 @@ def ungoverned(module: ir.Module) -> tuple[str, ...]:
             names.add(ir.StringAttr(operation.attributes["call_target_name"]).value)
         elif (bare := operation.name.partition(".")[2]) in _LIBRARY_OPS:
             names.add(bare)
-    return tuple(sorted(names - _WITHOUT_PRODUCTS))
+    return tuple(sorted(names - COMPILER_CALLS))
 
 
 def _products(module: ir.Module) -> Iterator[ir.Operation]:

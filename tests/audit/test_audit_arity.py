@@ -1,23 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rsrv.audit import assert_bundle_arity, bundle_arity_report, bundle_entry_arity, parse_pool
+from rsrv.audit import assert_bundle_arity, bundle_arity_report, bundle_entry_arity
 from rsrv.bundle import IOSpec, write_bundle
 from rsrv.core.errors import BundleError, ProgramError, SignatureMismatch
 from rsrv.runtime import CompilePool
 from rsrv.stablehlo import serialize
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[CompilePool]:
-    with parse_pool() as pool:
-        yield pool
 
 
 def identity(arguments: int) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from rsrv.audit import CheckReport, bundle_gate, check_bundle, parse_pool
+from rsrv.audit import CheckReport, bundle_gate, check_bundle
 from rsrv.bundle import IOSpec, seal, write_bundle
 from rsrv.core.errors import BundleError, SignatureMismatch, UsageError
 from rsrv.runtime import CompilePool
@@ -31,12 +30,6 @@ func.func public @main(%x: tensor<{n}x4xf32>, %w: tensor<4x16xf32>) -> tensor<{n
   return %y : tensor<{n}x16xf32>
 }}
 """
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[CompilePool]:
-    with parse_pool() as pool:
-        yield pool
 
 
 def program(template: str = GOOD, **values: object) -> bytes:

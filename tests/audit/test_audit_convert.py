@@ -13,7 +13,7 @@ import yaml
 from support.bundles import N, lower, write_model
 from support.column_major import write_column_major
 
-from rsrv.audit import check_bundle, convert_bundle, diff_bundles, parse_pool
+from rsrv.audit import check_bundle, convert_bundle, diff_bundles
 from rsrv.bundle import IOSpec, describe_bundle, open_bundle, read_header, seal, write_bundle
 from rsrv.bundle.column_major import with_reversed_axes
 from rsrv.bundle.tensors import load_tensors
@@ -27,12 +27,6 @@ from rsrv.stablehlo.artifact import artifact_version
 SQUARE = np.arange(16, dtype=np.float32).reshape(4, 4)
 TALL = np.arange(24, dtype=np.float32).reshape(4, 3, 2)
 HOOKS = "def postprocess(outputs):\n    return outputs\n"
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with parse_pool() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

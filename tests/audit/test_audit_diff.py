@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.bundles import N, write_affine, write_model
 
-from rsrv.audit import BundleDiff, diff_bundles, parse_pool
+from rsrv.audit import BundleDiff, diff_bundles
 from rsrv.bundle import seal
 from rsrv.core.errors import BundleError
 from rsrv.runtime import CompilePool
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[CompilePool]:
-    with parse_pool() as pool:
-        yield pool
 
 
 def found(diff: BundleDiff) -> dict[tuple[str, str], tuple[str | None, str | None]]:

@@ -9,7 +9,6 @@ from support.bundles import N, specs
 
 from rsrv.audit import AuditProcess, bundle_arity_report, bundle_gate, check_bundle, diff_bundles, verify_bundle
 from rsrv.audit.convert import convert_bundle
-from rsrv.audit.programs import parse_pool
 from rsrv.bundle import describe_bundle, seal
 from rsrv.bundle.golden import Golden, write_golden
 from rsrv.bundle.writer import write_bundle
@@ -29,12 +28,6 @@ ONLY_FOUR = """module { func.func public @main(%x: tensor<?x3xf32>, %w: tensor<3
   %y = stablehlo.multiply %x, %w4 : (tensor<?x3xf32>, tensor<4x3xf32>) -> tensor<?x3xf32>
   return %y : tensor<?x3xf32> } }"""
 W = np.float32([2, 3, 4])
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[CompilePool]:
-    with parse_pool() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.bundles import N, write_affine, write_model
 
-from rsrv.audit import AuditProcess, CheckReport, bundle_gate, check_bundle, parse_pool
+from rsrv.audit import AuditProcess, CheckReport, bundle_gate, check_bundle
 from rsrv.bundle import open_bundle, seal
 from rsrv.bundle.golden import Golden, write_golden
 from rsrv.core.errors import BundleError, ParityMismatch
@@ -18,12 +18,6 @@ from rsrv.runtime import CompilePool
 from rsrv.runtime.backends import cuda_plugin_installed
 
 X = np.array([[1, 2, 3]], np.float32)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[CompilePool]:
-    with parse_pool() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

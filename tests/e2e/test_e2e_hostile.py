@@ -200,7 +200,7 @@ def test_a_hook_that_does_what_it_must_not_fails_its_request_and_the_next_one_is
 
 def test_a_claim_that_the_model_does_not_take_costs_no_memory(repo):
     """A sparse object holds nothing and may be as long as one likes; its size must not be allocated to be refused."""
-    name = f"test-sparse-{uuid.uuid4().hex}"
+    name = f"rsrv-test-sparse-{os.getpid()}-{uuid.uuid4().hex[:16]}"
     path, size = Path("/dev/shm") / name, 4 << 30
     with ServerProcess(repo) as server, grpc.insecure_channel(server.url) as channel:
         server.wait_ready()

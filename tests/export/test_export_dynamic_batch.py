@@ -1,6 +1,5 @@
 """``dynamic_batch=True``: one program with a symbolic batch axis, or the reason why there is none."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv.audit import parse_pool
 from rsrv.bundle import open_bundle
 from rsrv.core.errors import ExportError
 from rsrv.export import export_bundle
@@ -17,19 +15,6 @@ from rsrv.runtime import CompilePool, PjrtDevice, execute
 from rsrv.stablehlo import report, specialised
 
 W = np.arange(12, dtype=np.float32).reshape(3, 4) / 10
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[CompilePool]:
-    with parse_pool() as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[PjrtDevice]:
-    device = PjrtDevice("cpu")
-    yield device
-    device.close()
 
 
 @pytest.fixture

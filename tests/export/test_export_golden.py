@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv.audit import AuditProcess, parse_pool, verify_bundle
+from rsrv.audit import AuditProcess, verify_bundle
 from rsrv.bundle import load_manifest
 from rsrv.bundle.golden import read_golden
 from rsrv.core.dtypes import DType
@@ -121,12 +121,6 @@ def test_one_row_is_enough_where_rows_are_independent() -> None:
     assert golden_batches([1, 8], coalesces=True) == (1,)
     assert golden_batches([1, 8], coalesces=False) == (1, 8)
     assert golden_batches(None, coalesces=False) == (None,)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[CompilePool]:
-    with parse_pool() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

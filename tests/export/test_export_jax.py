@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rsrv.audit import parse_pool
 from rsrv.bundle import IOSpec, open_bundle, read_header
 from rsrv.core.errors import BundleError, ExportError, ManifestError, SignatureMismatch
 from rsrv.export import export_bundle
@@ -24,19 +22,6 @@ from rsrv.stablehlo.artifact import DEFAULT_VERSION, artifact_version
 
 W = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 X = "x=f32[1,4]"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[CompilePool]:
-    with parse_pool() as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[PjrtDevice]:
-    device = PjrtDevice("cpu")
-    yield device
-    device.close()
 
 
 @pytest.fixture

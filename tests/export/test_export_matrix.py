@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from rsrv.audit import check_bundle, parse_pool
+from rsrv.audit import check_bundle
 from rsrv.bundle import Bundle, open_bundle, ordered, read_header
 from rsrv.core.dtypes import DType
 from rsrv.export import Factory, call_factory, export_bundle
@@ -18,19 +17,6 @@ from rsrv.runtime import CompilePool, PjrtDevice, execute
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 SIZES = (1, 4, 8)
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[PjrtDevice]:
-    device = PjrtDevice("cpu")
-    yield device
-    device.close()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[CompilePool]:
-    with parse_pool() as pool:
-        yield pool
 
 
 @dataclass

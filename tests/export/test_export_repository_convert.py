@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,13 +123,6 @@ def two() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return scripted(Two())
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[PjrtDevice]:
-    device = PjrtDevice("cpu")
-    yield device
-    device.close()
 
 
 def convert(here: Path, *, isolate: bool = False, **options: Any) -> ConversionReport:

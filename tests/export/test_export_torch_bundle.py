@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from rsrv.audit import check_bundle, parse_pool
+from rsrv.audit import check_bundle
 from rsrv.bundle import open_bundle, read_header
 from rsrv.bundle.golden import read_golden
 from rsrv.core.errors import ExportError, ParityMismatch
@@ -63,12 +62,6 @@ def small():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()), torch.rand(2, 1, 6, 6)
 '''
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[CompilePool]:
-    with parse_pool() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

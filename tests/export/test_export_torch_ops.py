@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jax
 import numpy as np
 import pytest
@@ -23,13 +21,6 @@ from rsrv.stablehlo.artifact import DEFAULT_VERSION
 from tests.support.torch_ops import CASES, Case
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[PjrtDevice]:
-    device = PjrtDevice("cpu")
-    yield device
-    device.close()
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")

@@ -12,7 +12,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from rsrv.audit import check_bundle, parse_pool
+from rsrv.audit import check_bundle
 from rsrv.bundle import open_bundle, read_header
 from rsrv.cli.main import main
 from rsrv.core.errors import ExportError, ParityMismatch, UsageError
@@ -74,12 +73,6 @@ REPORT = {
     "constants": [{"dtype": "float32", "shape": [2]}],
     "versions": {"python": "3.10.1", "torch": "2.9.1", "torch_xla": "2.9.0"},
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[CompilePool]:
-    with parse_pool() as pool:
-        yield pool
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,6 @@ pytestmark = [
 X = torch.linspace(-1, 2, 6).reshape(2, 3)
 IMAGE = torch.linspace(-1, 1, 2 * 8 * 7).reshape(2, 1, 8, 7)
 SERIES = torch.linspace(-1, 1, 30).reshape(2, 5, 3)
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[PjrtDevice]:
-    device = PjrtDevice("cpu")
-    yield device
-    device.close()
 
 
 def scripted(module: nn.Module, *inputs: Any) -> Any:

@@ -10,19 +10,13 @@ import numpy as np
 import pytest
 import yaml
 
-from rsrv.audit import check_bundle, parse_pool
+from rsrv.audit import check_bundle
 from rsrv.bundle import open_bundle, read_header
 from rsrv.cli.main import main
 from rsrv.core.errors import ExportError, UsageError
 from rsrv.export import export_bundle, parse_variant_spec
 
 W = np.arange(3, dtype=np.float32)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with parse_pool() as pool:
-        yield pool
 
 
 @pytest.fixture

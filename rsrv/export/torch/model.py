@@ -27,8 +27,6 @@ class TorchModel:
         facts: further provenance.
     """
 
-    can_be_dynamic = True
-
     def __init__(
         self,
         module: nn.Module,
@@ -71,8 +69,6 @@ class TorchModel:
 
         `tensors` have a batch of 2 rows or more along their `axes`.
         """
-        if not self.can_be_dynamic:
-            raise ExportError("a TorchScript module is converted for every batch size anew")
         batch = torch.export.Dim("batch", min=1, max=max(2, largest))
         try:
             return self._export(tensors, [{axis: batch} for axis in axes])

@@ -1,0 +1,19 @@
+from collections.abc import Iterator
+
+import pytest
+
+from rsrv.audit.programs import parse_pool
+from rsrv.runtime import CompilePool, PjrtDevice
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[CompilePool]:
+    with parse_pool() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[PjrtDevice]:
+    device = PjrtDevice("cpu")
+    yield device
+    device.close()
