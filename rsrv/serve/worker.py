@@ -282,7 +282,7 @@ class RunningServer:
     def load(self) -> None:
         """Discover and prepare the bundles; returns when each is ready or failed, or when the server stops."""
         source = self._program_source(self.progress)
-        self._warmup = Warmup(self.scheduler, enabled=self.config.scheduler.discipline != "fifo")
+        self._warmup = Warmup(self.scheduler, self.device, enabled=self.config.scheduler.discipline != "fifo")
         self._loader = Loader(
             config=self.config,
             registry=self.registry,

@@ -106,10 +106,13 @@ class Desk:
     def queue(self, name):
         return self.backlog.queues[name]
 
-    def seed(self, name, seconds, variant=()):
-        """Set what each batch key costs, as if measured now."""
+    def seed(self, name, seconds, variant=(), runs=0):
+        """Set what each batch key costs, as if a warm-up and `runs` runs had measured it now."""
+        costs = self.queue(name).costs
         for key, cost in seconds.items():
-            self.queue(name).costs.seed(variant, key, round(cost * 1e9), self.clock.ns)
+            costs.seed(variant, key, round(cost * 1e9), self.clock.ns)
+            for _ in range(runs):
+                costs.measured(variant, key, round(cost * 1e9), self.clock.ns)
         self.backlog.replan(self.queue(name))
 
     def accept(self, name, rows=1, *, deadline_ns=0, within=0, variant=(), tick=1):

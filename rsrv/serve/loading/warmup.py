@@ -1,7 +1,12 @@
 """Warm-up: run each program of a new model twice on zeros, so that the scheduler knows what it costs (spec worker 3.8).
 
-The runs are ordinary launches of a stand-in that nobody else can name and whose share of the device is tiny: they wait
-behind the requests of every model, and no model waits for more than one of them.
+The measured run is an ordinary launch of a stand-in that nobody else can name and whose share of the device is tiny: it
+waits behind the requests of every model, and no model waits for more than one of them.
+
+The first run of a program may take a tenth of a second longer than all later ones (XLA finishes the code then, and the
+kernel maps the weights). Where device memory is the host's, it is not launched but runs beside the requests, on the
+warm-up's thread: it takes a core for that time and no request waits for it. It is the only execution that overlaps
+another one, and its scratch comes on top. A card has one queue, so there the first run takes its turn like the second.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from rsrv.serve.scheduler.plan import ANY_BATCH
 from rsrv.serve.scheduler.queue import Result
 
 if TYPE_CHECKING:
+    from rsrv.runtime.device import Buffer, Device
     from rsrv.serve.scheduler import Scheduler
     from rsrv.serve.scheduler.model import ServableModel
 
@@ -34,11 +40,13 @@ class Warmup:
     """Measures the models that it is given, one after the other, on a thread of its own (`run`).
 
     Args:
+        device: where the programs run.
         enabled: whether the scheduler's discipline uses costs; without it nothing is run.
     """
 
-    def __init__(self, scheduler: Scheduler, *, enabled: bool = True) -> None:
+    def __init__(self, scheduler: Scheduler, device: Device, *, enabled: bool = True) -> None:
         self._scheduler = scheduler
+        self._device = device
         self._enabled = enabled
         self._models: SimpleQueue[ServableModel | None] = SimpleQueue()
         self._stopping = threading.Event()
@@ -86,7 +94,10 @@ class Warmup:
         rows = stand_in.largest(variant) if key == ANY_BATCH else key
         inputs = {shape.name: np.zeros(shape.shape, shape.dtype) for shape in stand_in.input_shapes(variant, rows)}
         try:
-            self._run_once(stand_in, inputs, rows, variant)  # includes what is done lazily, once
+            if self._device.unified:
+                self._run_aside(model, inputs, variant, key)
+            else:
+                self._run_once(stand_in, inputs, rows, variant)
             result = self._run_once(stand_in, inputs, rows, variant)
         except ServerStopping:
             raise
@@ -94,6 +105,17 @@ class Warmup:
             log.warning("warm-up failed model=%s variant=%s key=%d why=%s", model.name, list(variant), key, error)
             return
         self._scheduler.seed_cost(model.name, variant, key, max(result.compute_ns / 1e9, _LEAST_SECONDS))
+
+    def _run_aside(
+        self, model: ServableModel, inputs: dict[str, np.ndarray], variant: tuple[int, ...], key: int
+    ) -> None:
+        buffers: list[Buffer] = []
+        try:
+            for array in inputs.values():
+                buffers.append(self._device.put(array))
+            self._device.launch(model.programs[variant][key], [*buffers, *model.weights.buffers]).result()
+        finally:
+            self._device.free(buffers)
 
     def _run_once(
         self, model: ServableModel, inputs: dict[str, np.ndarray], rows: int, variant: tuple[int, ...]

@@ -17,6 +17,8 @@ _WORTH = 0.9
 a few percent from run to run, and padded rows cost staging and memory outside the device."""
 _WORTH_EXACT = 0.5
 """The same for a size that the rows fill exactly."""
+_SURE_RUNS = 8
+"""And that one is left only after so many runs: under load, the one run of a warm-up is many times too slow."""
 _WORTH_NS = 100_000
 """And by this much: below, differences are noise."""
 _FORGET_RUNS = 256
@@ -33,16 +35,18 @@ class Estimate:
         fastest_ns: follows the fastest runs, since only waiting makes one slower. Predictions and comparisons use it:
             it is what one long wait does not change.
         at_ns, at_run: when it was measured last, and at which run of the model.
+        runs: how many requests' runs were measured; a warm-up is none.
         compared_ns: what batch sizes were compared with last; 0 = this one is not compared, but tried again.
     """
 
-    __slots__ = ("at_ns", "at_run", "compared_ns", "fastest_ns", "mean_ns")
+    __slots__ = ("at_ns", "at_run", "compared_ns", "fastest_ns", "mean_ns", "runs")
 
     def __init__(self, ns: int, now_ns: int, run: int) -> None:
         self.mean_ns = float(ns)
         self.fastest_ns = self.compared_ns = ns
         self.at_ns = now_ns
         self.at_run = run
+        self.runs = 0
 
 
 class Costs:
@@ -68,7 +72,9 @@ class Costs:
         estimate = self.estimates.get((variant, batch_key))
         if estimate is None:
             self.seed(variant, batch_key, ns, now_ns)
+            self.estimates[variant, batch_key].runs = 1
             return True
+        estimate.runs += 1
         estimate.mean_ns = self._alpha * ns + (1 - self._alpha) * estimate.mean_ns
         fastest = estimate.fastest_ns
         slower = fastest + fastest // 8 + 1000
@@ -76,7 +82,7 @@ class Costs:
         estimate.at_ns = now_ns
         estimate.at_run = run
         compared = estimate.compared_ns
-        if not forgotten and abs(fastest - compared) <= _DRIFT * compared:
+        if not forgotten and estimate.runs != _SURE_RUNS and abs(fastest - compared) <= _DRIFT * compared:
             return False
         estimate.compared_ns = fastest
         self._tables.clear()
@@ -123,15 +129,15 @@ class Costs:
     def first(self, variant: Variant, keys: Sequence[int], rows: int, cap: int | None) -> int:
         """The batch key to start with, of the ascending `keys`, so that `rows` rows cost the least in the end.
 
-        Rows that fill a size exactly take it unless another is far cheaper, so that the rounding of their answers does
-        not depend on how busy the machine is. While the size that the plain rule takes is not measured it is taken, so
-        that it will be.
+        Rows that fill a size exactly take it unless another has proved far cheaper, so that the rounding of their
+        answers does not depend on how busy the machine is. While the size that the plain rule takes is not measured it
+        is taken, so that it will be.
         """
         plain = filled_key(keys, rows)
         if len(keys) == 1:
             return plain
         known = self.estimates.get((variant, plain))
-        if known is None or not known.compared_ns:
+        if known is None or not known.compared_ns or (plain == rows and known.runs < _SURE_RUNS):
             return plain
         table = self._tables.get((variant, cap))
         if table is None:
