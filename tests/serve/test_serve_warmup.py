@@ -179,7 +179,8 @@ def test_a_stop_ends_the_warm_up_between_two_programs(device, scheduler):
     assert len(gate.calls) <= 2
 
 
-def test_a_scheduler_that_stops_ends_the_warm_up(device):
+def test_a_scheduler_that_stops_ends_the_warm_up_of_a_card():
+    device = FakeDevice(unified=False)
     scheduler = Watched(device)
     scheduler.start()
     gate = Gate(lambda x: [x])

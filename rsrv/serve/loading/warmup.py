@@ -1,19 +1,21 @@
 """Warm-up: run each program of a new model twice on zeros, so that the scheduler knows what it costs (spec worker 3.8).
 
-The measured run is an ordinary launch of a stand-in that nobody else can name and whose share of the device is tiny: it
-waits behind the requests of every model, and no model waits for more than one of them.
-
 The first run of a program may take a tenth of a second longer than all later ones (XLA finishes the code then, and the
-kernel maps the weights). Where device memory is the host's, it is not launched but runs beside the requests, on the
-warm-up's thread: it takes a core for that time and no request waits for it. It is the only execution that overlaps
-another one, and its scratch comes on top. A card has one queue, so there the first run takes its turn like the second.
+kernel maps the weights); the second one is measured.
+
+Where device memory is the host's, both run beside the requests, on the warm-up's thread: they take processor time, but
+no request waits for them, and what they measure is replaced by the first run of a request. They are the only executions
+that overlap another one; the scratch of one program comes on top. A card has one queue, so there they are launches of a
+stand-in that nobody else can name and whose share of the device is tiny: they wait behind the requests of every model,
+and no model waits for more than one of them.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rsrv.core.errors import RsrvError, ServerStopping, UnknownModel
-from rsrv.serve.scheduler.plan import ANY_BATCH
+from rsrv.serve.scheduler.plan import ANY_BATCH, Variant
 from rsrv.serve.scheduler.queue import Result
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from rsrv.serve.scheduler.model import ServableModel
 
 log = logging.getLogger(__name__)
+
+_Run = Callable[["ServableModel", Variant, int], int]
+"""Runs one program of a model once; the nanoseconds that it took."""
 
 SHARE = 1e-3
 """Weight of a stand-in under the fair discipline; a model has 1."""
@@ -75,60 +80,62 @@ class Warmup:
         """Run every program of `model` twice and seed its cost with the second run. Raises ServerStopping."""
         if not model.input_specs:
             return
+        try:
+            if self._device.unified:
+                self._measure_programs(model, self._run_aside)
+            else:
+                self._measure_in_turn(model)
+        except UnknownModel:
+            log.debug("warm-up ended model=%s why=it was unloaded", model.name)
+
+    def _measure_in_turn(self, model: ServableModel) -> None:
         stand_in = replace(model, name=f"{model.name}/warmup", max_batch_size=None)
         self._scheduler.add(stand_in)
         try:
             self._scheduler.set_policy(stand_in.name, weight=SHARE)
-            for variant, key in _programs(model):
-                if self._stopping.is_set():
-                    return
-                self._measure_program(model, stand_in, variant, key)
-        except UnknownModel:
-            log.debug("warm-up ended model=%s why=it was unloaded", model.name)
+            self._measure_programs(model, lambda _, *program: self._run_in_turn(stand_in, *program))
         finally:
             self._scheduler.remove(stand_in.name)
 
-    def _measure_program(
-        self, model: ServableModel, stand_in: ServableModel, variant: tuple[int, ...], key: int
-    ) -> None:
-        rows = stand_in.largest(variant) if key == ANY_BATCH else key
-        inputs = {shape.name: np.zeros(shape.shape, shape.dtype) for shape in stand_in.input_shapes(variant, rows)}
-        try:
-            if self._device.unified:
-                self._run_aside(model, inputs, variant, key)
-            else:
-                self._run_once(stand_in, inputs, rows, variant)
-            result = self._run_once(stand_in, inputs, rows, variant)
-        except ServerStopping:
-            raise
-        except RsrvError as error:
-            log.warning("warm-up failed model=%s variant=%s key=%d why=%s", model.name, list(variant), key, error)
-            return
-        self._scheduler.seed_cost(model.name, variant, key, max(result.compute_ns / 1e9, _LEAST_SECONDS))
+    def _measure_programs(self, model: ServableModel, run: _Run) -> None:
+        for variant, keys in model.batch_keys_by_variant.items():
+            for key in keys:
+                if self._stopping.is_set():
+                    return
+                try:
+                    run(model, variant, key)
+                    took_ns = run(model, variant, key)
+                except (ServerStopping, UnknownModel):
+                    raise
+                except RsrvError as error:
+                    name, sizes = model.name, list(variant)
+                    log.warning("warm-up failed model=%s variant=%s key=%d why=%s", name, sizes, key, error)
+                else:
+                    self._scheduler.seed_cost(model.name, variant, key, max(took_ns / 1e9, _LEAST_SECONDS))
 
-    def _run_aside(
-        self, model: ServableModel, inputs: dict[str, np.ndarray], variant: tuple[int, ...], key: int
-    ) -> None:
+    def _run_aside(self, model: ServableModel, variant: Variant, key: int) -> int:
+        inputs, _ = _zeros(model, variant, key)
+        began = time.monotonic_ns()
         buffers: list[Buffer] = []
         try:
             for array in inputs.values():
-                buffers.append(self._device.put(array))
+                buffers.append(self._device.put(array, alias=True))
             self._device.launch(model.programs[variant][key], [*buffers, *model.weights.buffers]).result()
         finally:
             self._device.free(buffers)
+        return time.monotonic_ns() - began
 
-    def _run_once(
-        self, model: ServableModel, inputs: dict[str, np.ndarray], rows: int, variant: tuple[int, ...]
-    ) -> Result:
+    def _run_in_turn(self, stand_in: ServableModel, variant: Variant, key: int) -> int:
+        inputs, rows = _zeros(stand_in, variant, key)
         results: SimpleQueue[Result] = SimpleQueue()
-        self._scheduler.submit(model, inputs, rows, variant, 0, results.put)
+        self._scheduler.submit(stand_in, inputs, rows, variant, 0, results.put)
         result = results.get()
         if result.error is not None:
             raise result.error
-        return result
+        return result.compute_ns
 
 
-def _programs(model: ServableModel) -> Iterator[tuple[tuple[int, ...], int]]:
-    for variant, keys in model.batch_keys_by_variant.items():
-        for key in keys:
-            yield variant, key
+def _zeros(model: ServableModel, variant: Variant, key: int) -> tuple[dict[str, np.ndarray], int]:
+    """Inputs of a program by name, and how many rows they have."""
+    rows = model.largest(variant) if key == ANY_BATCH else key
+    return {shape.name: np.zeros(shape.shape, shape.dtype) for shape in model.input_shapes(variant, rows)}, rows

@@ -31,7 +31,8 @@ class Estimate:
     """What one program takes, in nanoseconds.
 
     Attributes:
-        mean_ns: exponential moving average: ``α·t + (1 - α)·mean``; the first measurement is taken as it is.
+        mean_ns: exponential moving average: ``α·t + (1 - α)·mean``; the first measurement is taken as it is, and the
+            first of a request in the place of a warm-up's.
         fastest_ns: follows the fastest runs, since only waiting makes one slower. Predictions and comparisons use it:
             it is what one long wait does not change.
         at_ns, at_run: when it was measured last, and at which run of the model.
@@ -75,7 +76,11 @@ class Costs:
             self.estimates[variant, batch_key].runs = 1
             return True
         estimate.runs += 1
-        estimate.mean_ns = self._alpha * ns + (1 - self._alpha) * estimate.mean_ns
+        if estimate.runs == 1:
+            # A warm-up may have shared the processor with other work.
+            estimate.mean_ns = ns
+        else:
+            estimate.mean_ns = self._alpha * ns + (1 - self._alpha) * estimate.mean_ns
         fastest = estimate.fastest_ns
         slower = fastest + fastest // 8 + 1000
         fastest = estimate.fastest_ns = ns if ns < slower else slower
