@@ -176,7 +176,7 @@ def test_costs_are_seeded_and_then_measured(scheduler, device, clock):
     assert scheduler.stats()["m"].costs == {((), 1): 1.0}
     scheduler.start()
     send(scheduler, m, rows_of(1)).outputs()
-    assert scheduler.stats()["m"].costs == {((), 1): pytest.approx(0.9)}
+    assert scheduler.stats()["m"].costs == {((), 1): pytest.approx(0.5)}
     assert scheduler.stats()["m"].recent_seconds == pytest.approx(0.5)
 
 
