@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.internal import enum_type_wrapper
+from google.protobuf.message import Message
 
 __all__ = ["FILES", "POOL", "services"]
 
@@ -23,6 +24,10 @@ FILES: Final[dict[str, bytes]] = {}
 """Serialized ``FileDescriptorProto`` of every .proto file, by its import path; imports stand before their users."""
 
 _SERVICES: Final[list[str]] = []
+
+_KEPT: Final[list[type[Message]]] = []
+"""Classes of nested messages. upb makes such a class when it is first needed and holds it weakly: without this the
+garbage collector takes it between two requests, and a thread that asks for it meanwhile gets what is being freed."""
 
 
 def _load(descriptor_set: Path) -> None:
@@ -47,7 +52,14 @@ def symbols(*files: str) -> dict[str, Any]:
         descriptor = POOL.FindFileByName(file)
         for name, message in descriptor.message_types_by_name.items():
             names[name] = message_factory.GetMessageClass(message)
+            _keep_nested(message)
         for name, enum in descriptor.enum_types_by_name.items():
             names[name] = enum_type_wrapper.EnumTypeWrapper(enum)
             names.update((value.name, value.number) for value in enum.values)
     return names
+
+
+def _keep_nested(message: Descriptor) -> None:
+    for nested in message.nested_types:
+        _KEPT.append(message_factory.GetMessageClass(nested))
+        _keep_nested(nested)

@@ -266,3 +266,21 @@ def test_files_are_complete_and_in_the_order_in_which_a_pool_takes_them():
     for name in protos.services():
         assert pool.FindServiceByName(name).full_name == name
     assert len(protos.services()) == 6
+
+
+_LOST_CLASSES = """
+import gc, weakref
+from rsrv.protos import inference
+
+request = inference.ModelInferRequest()
+request.outputs.add(name="y")
+found = weakref.ref(type(request.outputs[0]))
+del request
+gc.collect()
+print(found() is None)
+"""
+
+
+def test_the_garbage_collector_takes_no_class_of_a_nested_message_that_another_thread_may_be_asking_for():
+    done = subprocess.run([sys.executable, "-c", _LOST_CLASSES], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 Buffers = list[bytes | memoryview]
 
-_MEMO_ENTRIES = 4096
+# Few, as in `request`: those of shared memory do not repeat once their region is gone.
+_MEMO_ENTRIES = 1024
 _REQUEST_RAW_TAG = b"\x3a"
 _RESPONSE_RAW_TAG = b"\x32"
 # Below this a copy into the neighbouring bytes is cheaper than one more buffer.

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 _RAW_FIELD = 7
 # The record of a tensor without typed contents (name, datatype, shape, region) is small and repeats from call to call.
+# Few are kept: each region and each window in it makes new ones (1.3 KB for an input and an output), so that clients
+# which come and go fill the memo with what nobody sends again.
 _MEMO_BYTES = 512
-_MEMO_ENTRIES = 4096
+_MEMO_ENTRIES = 1024
 
 
 @dataclass(slots=True, eq=False)
