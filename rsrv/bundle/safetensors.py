@@ -82,14 +82,16 @@ def ordered(header: WeightsHeader) -> list[WeightEntry]:
     return [header.tensors[name] for name in header.argument_order]
 
 
-def read_header(source: Path | str | int, *, column_major: bool = False) -> WeightsHeader:
+def read_header(source: Path | str | int, *, column_major: bool = False, path: Path | None = None) -> WeightsHeader:
     """Read and check the header of a weights file, given by path or by an open descriptor (whose position is kept).
 
-    `column_major` for the file of a format 2.0 bundle (`Manifest.column_major`): shapes are then reversed here.
+    `column_major` for the file of a format 2.0 bundle (`Manifest.column_major`): shapes are then reversed here. `path`
+    is what errors call a file that is given by descriptor.
     Raises WeightsError (B-58 … B-60) for a file that is not exactly what the header says.
     """
     if isinstance(source, int):
-        return _read(source, f"weights (descriptor {source})", None, column_major)
+        label = f"weights (descriptor {source})" if path is None else str(path)
+        return _read(source, label, None if path is None else path.name, column_major)
     path = Path(source)
     fd = open_regular(path, error=WeightsError, rule="B-58")
     try:

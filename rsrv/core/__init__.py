@@ -22,12 +22,14 @@ _ERRORS = (
     "ModelFailed",
     "ModelPreparing",
     "ModelUnloaded",
+    "NotResident",
     "ParityMismatch",
     "PortTaken",
     "ProgramError",
     "QueueFull",
     "REASON_METADATA_KEY",
     "RegionLimit",
+    "ResidencyRefused",
     "RsrvError",
     "ServerStopping",
     "ServerUnreachable",
@@ -38,6 +40,7 @@ _ERRORS = (
     "UnregisteredRegion",
     "UsageError",
     "WeightsError",
+    "WeightsUnavailable",
 )
 _WIRE = (
     "DecodedRequest",

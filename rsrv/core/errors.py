@@ -111,6 +111,27 @@ class ModelUnloaded(RsrvError):
     code, reason = Code.NOT_FOUND, "unloaded"
 
 
+class NotResident(RsrvError):
+    """The weights are not on the device, and only an operator or gateway may bring them there."""
+
+    code, reason = Code.UNAVAILABLE, "not_resident"
+
+
+class WeightsUnavailable(RsrvError):
+    """The weights of a model that serves could not be brought to the device again.
+
+    Not the code of a `BundleError`: clients take FAILED_PRECONDITION as a sign that their shared memory is not known.
+    """
+
+    code, reason = Code.UNAVAILABLE, "weights_unavailable"
+
+
+class ResidencyRefused(RsrvError):
+    """Weights are not moved by hand on this server: it has no budget for them, or it moves them itself."""
+
+    code, reason = Code.FAILED_PRECONDITION, "residency"
+
+
 class QueueFull(RsrvError):
     code, reason = Code.RESOURCE_EXHAUSTED, "queue_full"
 

@@ -73,7 +73,7 @@ class ServerStatus(_Part):
     control_mode: str
     """`model_control_mode`."""
     residency_mode: str
-    """Who decides which weights are on the device."""
+    """Who decides which weights are on the device: the server (self_managed) or an operator (externally_managed)."""
     discipline: str
     """`scheduler.discipline`."""
     numerics: NumericsStatus
@@ -83,6 +83,43 @@ class ServerStatus(_Part):
     """ModelInfer calls being handled."""
     shed: int
     """ModelInfer calls refused at the limit."""
+
+
+class WeightBudget(_Part):
+    """What the memory for weights is used for. What several models share counts once."""
+
+    arena_bytes: int
+    """All that weights and the scratch of one execution may take."""
+    pool_bytes: int
+    """What of it is for weights."""
+    scratch_bytes: int
+    """What is kept free for one execution."""
+    pinned_bytes: int
+    """Weights that are never evicted, there or on their way."""
+    budget_bytes: int
+    """What is left for weights that come and go."""
+    resident_bytes: int
+    """What those take now: those on their way to the device count, those on their way out do not."""
+    pending_bytes: int
+    """What of that has not arrived yet."""
+    evictable_bytes: int
+    """What of it could be freed now."""
+    eviction: str
+    """`runtime.eviction`."""
+    uses: int
+    """Batches prepared for models whose weights come and go; one prepared again, with more rows, counts again."""
+    loads: int
+    """Loads of weights, pinned ones as well; of removed models, too."""
+    load_seconds: float
+    """Seconds that those took."""
+    evictions: dict[str, int]
+    """Evictions by reason: `room` for others, a smaller `budget`, `oom`, a change of the `floor`, `unload`."""
+    compactions: int
+    """How often all weights that may be evicted were freed to merge holes."""
+    lru_age_s: float | None
+    """For how long those were not used that nobody used for longest; null when none are there."""
+    bytes_for_99_percent_hits: int | None
+    """The budget with which 99 % of repeated uses would have found their weights; null when nothing was used twice."""
 
 
 class DeviceStatus(_Part):
@@ -95,7 +132,10 @@ class DeviceStatus(_Part):
     kind: str
     """Model of the device."""
     weights_bytes: int
-    """Weights that are on it."""
+    """Weights in its memory. What several models share counts once. Those on their way out still count, so it may be
+    above the budget's `resident_bytes` + `pinned_bytes` for a moment."""
+    budget: WeightBudget | None
+    """Null where all weights are on the device for good."""
     in_use_bytes: int | None
     """What its allocator has handed out; null where nobody counts (CPU)."""
     peak_bytes: int | None
@@ -115,6 +155,31 @@ class ModelError(_Part):
     """Name of the error."""
     message: str
     """Its text."""
+
+
+class ModelResidency(_Part):
+    """Where the weights of a model are."""
+
+    floor: str
+    """What they never leave: nothing (unpinned), host memory (system) or the device."""
+    state: str
+    """On the device: resident, loading or cold."""
+    host_copy: bool
+    """Whether a copy is kept in host memory."""
+    host_shared: bool
+    """Whether other workers may use the same copy."""
+    pinned: bool
+    """Whether they are never evicted from the device."""
+    loads: int
+    """How often they were loaded, pinned or not; 0 without a budget."""
+    evictions: int
+    """How often they were evicted."""
+    load_seconds: float | None
+    """What a load takes, averaged over the last ones; null before the first."""
+    uses_per_second: float
+    """Batches prepared for the model, averaged over the last minutes."""
+    idle_s: float | None
+    """Since their last use or load; null when there was none."""
 
 
 class ModelPrograms(_Part):
@@ -195,7 +260,8 @@ class ModelStatus(_Part):
     modified: list[str]
     """Files that differ from the digests in the manifest."""
     weights_bytes: int | None
-    """Bytes of its weights."""
+    """Bytes of its weights on the device, there or not."""
+    residency: ModelResidency | None
     hooks: list[str]
     """Which hooks it has."""
     programs: ModelPrograms | None

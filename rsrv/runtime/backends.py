@@ -24,13 +24,15 @@ def open_device(
     allow_cpu_fallback: bool = True,
     cpu_threads: int | None = None,
     fake_seconds_per_row: float = 0.0,
+    fake_memory_bytes: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Device:
     """Open the device that `backend` names.
 
     ``auto`` is CUDA when its plugin is installed and a client can be created, else CPU. ``cuda`` (alias ``gpu``) falls
     back to CPU with a warning while `allow_cpu_fallback` holds. `cpu_threads` sets the variable ``NPROC`` of this
-    process, which XLA reads when its client is made; compile processes have to get the same number.
+    process, which XLA reads when its client is made; compile processes have to get the same number. A fake device with
+    `fake_memory_bytes` is a card.
 
     Raises:
         ConfigError: unknown backend, ``fake`` without ``RSRV_ALLOW_FAKE=1``, or ``cuda`` without its plugin.
@@ -40,7 +42,9 @@ def open_device(
         require_fake_allowed(environ)
         from rsrv.runtime.fake import FakeDevice
 
-        return FakeDevice(seconds_per_row=fake_seconds_per_row)
+        return FakeDevice(
+            seconds_per_row=fake_seconds_per_row, memory_bytes=fake_memory_bytes, unified=fake_memory_bytes is None
+        )
     if backend not in ("auto", "cpu", "cuda", "gpu"):
         raise ConfigError(f"runtime.backend is {backend!r}, wanted auto, cpu, cuda or fake")
     if cpu_threads is not None:

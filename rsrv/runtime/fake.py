@@ -25,6 +25,7 @@ from rsrv.runtime.device import (
     refuse_arguments,
     require_c_order,
 )
+from rsrv.runtime.fake_memory import Block, FakeMemory
 from rsrv.stablehlo.signature import ProgramSignature, TensorType, element_type, numpy_dtype, tensor_type
 
 POISON = 0xDB
@@ -34,28 +35,35 @@ ProgramFunction = Callable[..., "np.ndarray | Sequence[np.ndarray]"]
 
 
 class FakeBuffer:
-    __slots__ = ("aliased", "array", "dtype", "nbytes", "shape", "type")
+    __slots__ = ("aliased", "array", "block", "dtype", "nbytes", "shape", "type")
 
-    def __init__(self, array: np.ndarray, kind: TensorType, aliased: bool) -> None:
+    def __init__(self, array: np.ndarray, kind: TensorType, aliased: bool, block: Block | None) -> None:
         self.array: np.ndarray | None = array
         self.type = kind
         self.shape = array.shape
         self.dtype = array.dtype
         self.nbytes = array.nbytes
         self.aliased = aliased
+        self.block = block
 
 
 class FakeExecutable:
     __slots__ = ("__weakref__", "code", "duration", "function", "name", "scratch_bytes", "signature")
 
     def __init__(
-        self, name: str, function: ProgramFunction, signature: ProgramSignature, duration: float, code: bytes | None
+        self,
+        name: str,
+        function: ProgramFunction,
+        signature: ProgramSignature,
+        duration: float,
+        code: bytes | None,
+        scratch_bytes: int,
     ) -> None:
         self.name = name
         self.function = function
         self.signature = signature
         self.duration = duration
-        self.scratch_bytes = 0
+        self.scratch_bytes = scratch_bytes
         self.code = code
 
 
@@ -90,8 +98,10 @@ class FakeDevice:
 
     Args:
         seconds_per_row: speed of real programs.
-        memory_bytes: `put` beyond it raises DeviceOutOfMemory, and `memory` reports it; None = unlimited, uncounted.
-        unified: whether the device says that its memory is the host's, and aliases.
+        memory_bytes: what is put and the scratch of a run beyond it raise DeviceOutOfMemory, and `memory` reports it;
+            None = unlimited, uncounted.
+        unified: whether the device says that its memory is the host's, and aliases. A card's memory fragments
+            (`FakeMemory`).
         sleep: how time passes; a test with a fake clock gives its own.
 
     Attributes:
@@ -117,23 +127,28 @@ class FakeDevice:
         self.live_bytes = 0
         self.live_buffers = 0
         self.most_at_once = 0
-        self._peak_bytes = 0
         self._seconds_per_row = seconds_per_row
-        self._memory_bytes = memory_bytes
+        self._memory = None if memory_bytes is None else FakeMemory(memory_bytes, card=not unified)
         self._sleep = sleep
         self._lock = threading.Lock()
         self._running = 0
         self._closed = False
 
     def program(
-        self, fn: ProgramFunction, signature: ProgramSignature, duration: float = 0.0, *, name: str = "program"
+        self,
+        fn: ProgramFunction,
+        signature: ProgramSignature,
+        duration: float = 0.0,
+        *,
+        name: str = "program",
+        scratch_bytes: int = 0,
     ) -> Executable:
-        """Register `fn(*arguments)` as an executable that takes `duration` seconds.
+        """Register `fn(*arguments)` as an executable that takes `duration` seconds and `scratch_bytes` of memory.
 
         `fn` returns one array or a sequence of them, with the dtypes and shapes of `signature.results`. An RsrvError
         that it raises is what `Launch.result` raises; any other exception becomes a DeviceError.
         """
-        return FakeExecutable(name, fn, signature, duration, None)
+        return FakeExecutable(name, fn, signature, duration, None, scratch_bytes)
 
     def compile(self, program: bytes, options: CompileOptions = CompileOptions()) -> Executable:  # noqa: B008
         """Parses in this process. A worker with a fake device uses `load` with the report of its compile pool."""
@@ -154,7 +169,12 @@ class FakeDevice:
         self._require_open()
         rows = signature.results[0].shape[0] if signature.results and signature.results[0].shape else 1
         return FakeExecutable(
-            "program", lambda *arguments: _stand_in(signature, arguments), signature, rows * self._seconds_per_row, blob
+            "program",
+            lambda *arguments: _stand_in(signature, arguments),
+            signature,
+            rows * self._seconds_per_row,
+            blob,
+            scratch_bytes or 0,
         )
 
     def serialize(self, executable: Executable) -> bytes | None:
@@ -169,15 +189,10 @@ class FakeDevice:
             raise DeviceError(f"array of shape {array.shape} cannot be put on the device: {error}") from None
         aliased = alias and self.unified and array.ctypes.data % 64 == 0
         with self._lock:
-            if self._memory_bytes is not None and self.live_bytes + array.nbytes > self._memory_bytes:
-                raise DeviceOutOfMemory(
-                    f"{kind} needs {array.nbytes} bytes, {self._memory_bytes - self.live_bytes} of {self._memory_bytes}"
-                    " are free"
-                )
+            block = self._take(str(kind), array.nbytes)
             self.live_bytes += array.nbytes
             self.live_buffers += 1
-            self._peak_bytes = max(self._peak_bytes, self.live_bytes)
-        return FakeBuffer(array if aliased else array.copy(), kind, aliased)
+        return FakeBuffer(array if aliased else array.copy(), kind, aliased, block)
 
     def launch(self, executable: Executable, buffers: Sequence[Buffer]) -> Launch:
         self._require_open()
@@ -197,14 +212,21 @@ class FakeDevice:
                     continue
                 self.live_bytes -= buffer.nbytes
                 self.live_buffers -= 1
+                self._give(buffer.block)
             if not buffer.aliased:
                 array.reshape(-1).view(np.uint8).fill(POISON)
 
     def memory(self) -> MemoryStats | None:
-        if self._memory_bytes is None:
+        memory = self._memory
+        if memory is None:
             return None
         with self._lock:
-            return MemoryStats(self.live_bytes, self._peak_bytes, self._memory_bytes, None)
+            return MemoryStats(memory.in_use, memory.peak, memory.limit, memory.largest_free)
+
+    def spike(self, nbytes: int) -> None:
+        """Take that much memory and give it back, as a compiler that times kernels does: only the peak remembers it."""
+        with self._lock:
+            self._give(self._take("the spike", nbytes))
 
     def close(self) -> None:
         self._closed = True
@@ -213,8 +235,21 @@ class FakeDevice:
         if self._closed:
             raise DeviceError("fake device is closed")
 
+    def _take(self, what: str, nbytes: int) -> Block | None:
+        if self._memory is None:
+            return None
+        block = self._memory.take(nbytes)
+        if block is None:
+            raise DeviceOutOfMemory(self._memory.refusal(what, nbytes))
+        return block
+
+    def _give(self, block: Block | None) -> None:
+        if self._memory is not None and block is not None:
+            self._memory.give(block)
+
     def _run(self, executable: FakeExecutable, buffers: list[FakeBuffer]) -> list[np.ndarray]:
         with self._lock:
+            scratch = self._take(f"program {executable.name!r}", executable.scratch_bytes)
             self.launched.append(executable.name)
             self._running += 1
             self.most_at_once = max(self.most_at_once, self._running)
@@ -232,6 +267,7 @@ class FakeDevice:
         finally:
             with self._lock:
                 self._running -= 1
+                self._give(scratch)
 
 
 def _outputs(executable: FakeExecutable, arguments: list[np.ndarray]) -> list[np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import ml_dtypes
@@ -38,6 +39,11 @@ _ELEMENT = {dtype: element for element, dtype in _NUMPY.items()}
 def numpy_dtype(element: str) -> np.dtype[Any]:
     """Raises KeyError for an element type that numpy cannot hold (a quantised one)."""
     return _NUMPY[element]
+
+
+def nbytes_of(tensor: TensorType) -> int:
+    """Bytes of a static tensor in memory. Raises KeyError as `numpy_dtype`."""
+    return prod(tensor.shape) * numpy_dtype(tensor.dtype).itemsize
 
 
 def element_type(dtype: np.dtype[Any] | type) -> str:

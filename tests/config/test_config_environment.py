@@ -12,7 +12,7 @@ SAMPLES = {
     "model_dirs": ("{tmp}:{tmp}", ["{tmp}", "{tmp}"]),
     "models_include": ("a::b:", ["a", "b"]),
     "allow_unhooked": ("net", ["net"]),
-    "model_control_mode": ("static", "static"),
+    "model_control_mode": ("explicit", "explicit"),
     "cache_dir": ("/var/cache/rsrv", "/var/cache/rsrv"),
     "cache_max_bytes": ("1000000", 1000000),
     "startup.ready_when": ("any", "any"),
@@ -30,6 +30,14 @@ SAMPLES = {
     "shm.require_same_uid": ("1", True),
     "runtime.backend": ("gpu", "cuda"),
     "runtime.fake.seconds_per_row": ("0.01", 0.01),
+    "runtime.fake.memory_bytes": ("1048576", 1 << 20),
+    "runtime.device_memory_bytes": ("1073741824", 1 << 30),
+    "runtime.weight_cache_fraction": ("0.5", 0.5),
+    "runtime.weight_cache_wiggle_fraction": ("0.2", 0.2),
+    "runtime.eviction": ("cost", "cost"),
+    "runtime.scratch_source": ("compiled", "compiled"),
+    "runtime.shared_host_weights": ("on", True),
+    "runtime.shared_host_weights_mode": ("600", "600"),
     "runtime.map_weights": ("TRUE", True),
     "runtime.cpu_threads": ("2", 2),
     "runtime.device_ordinal": ("3", 3),
@@ -58,6 +66,7 @@ SAMPLES = {
     "scheduler.implicit_deadline": ("yes", True),
     "scheduler.variant_overtakes": ("8", 8),
     "scheduler.shed_late": ("off", False),
+    "scheduler.compaction_interval": ("50", 50),
     "batching.max_wait_ms": ("2.5", 2.5),
     "batching.split_oversize": ("on", True),
     "endpoints.host": ("0.0.0.0", "0.0.0.0"),
@@ -207,8 +216,8 @@ def test_our_name_wins_over_an_older_one_whatever_that_holds(raw):
 
 
 def test_an_older_variable_that_names_no_key_is_ignored_with_a_warning(raw, caplog):
-    resolve(raw, environ={"INFERENCE_SERVER_RUNTIME_WEIGHT_CACHE_FRACTION": "0"})
-    assert "ignored=INFERENCE_SERVER_RUNTIME_WEIGHT_CACHE_FRACTION" in caplog.text
+    resolve(raw, environ={"INFERENCE_SERVER_RUNTIME_RESIDENCY_GROUPS": "0"})
+    assert "ignored=INFERENCE_SERVER_RUNTIME_RESIDENCY_GROUPS" in caplog.text
 
 
 def test_the_older_names_of_the_ports(raw):

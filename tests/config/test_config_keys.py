@@ -26,10 +26,18 @@ DEFAULTS = {
     "shm.max_regions": 1024,
     "shm.max_total_bytes": None,
     "shm.allow_keys": [],
-    "shm.deny_keys": ["rsw-*"],
+    "shm.deny_keys": ["rsw-*", "rsrvw-*"],
     "shm.require_same_uid": False,
     "runtime.backend": "auto",
     "runtime.fake.seconds_per_row": 0.0,
+    "runtime.fake.memory_bytes": None,
+    "runtime.device_memory_bytes": None,
+    "runtime.weight_cache_fraction": 1.0,
+    "runtime.weight_cache_wiggle_fraction": 0.1,
+    "runtime.eviction": "lru",
+    "runtime.scratch_source": "max",
+    "runtime.shared_host_weights": False,
+    "runtime.shared_host_weights_mode": "660",
     "runtime.map_weights": False,
     "runtime.cpu_threads": None,
     "runtime.device_ordinal": 0,
@@ -55,6 +63,7 @@ DEFAULTS = {
     "scheduler.implicit_deadline": False,
     "scheduler.variant_overtakes": 0,
     "scheduler.shed_late": True,
+    "scheduler.compaction_interval": 0,
     "batching.max_wait_ms": 0.0,
     "batching.split_oversize": False,
     "endpoints.host": "127.0.0.1",
@@ -69,7 +78,9 @@ DEFAULTS = {
     "shutdown.grace_seconds": 30.0,
 }
 
-OF_ONE_MODEL = {f"scheduler.models.<name>.{key}" for key in ("weight", "max_wait_ms", "max_batch_size", "batch_sizes")}
+OF_ONE_MODEL = {
+    f"scheduler.models.<name>.{key}" for key in ("weight", "max_wait_ms", "max_batch_size", "residency", "batch_sizes")
+}
 
 ACCEPTED = [
     ("startup.ready_when", ["all", "any", ["a"], ["a", "b"]]),
@@ -82,6 +93,15 @@ ACCEPTED = [
     ("shm.max_total_bytes", [1, None]),
     ("runtime.backend", ["auto", "cpu", "cuda", "fake"]),
     ("runtime.fake.seconds_per_row", [0, 0.5]),
+    ("runtime.fake.memory_bytes", [1, None]),
+    ("model_control_mode", ["static", "explicit"]),
+    ("runtime.device_memory_bytes", [1, 80 << 30, None]),
+    ("runtime.weight_cache_fraction", [0, 0.5, 1]),
+    ("runtime.weight_cache_wiggle_fraction", [0, 0.99]),
+    ("runtime.eviction", ["lru", "cost"]),
+    ("runtime.scratch_source", ["probe", "compiled", "max"]),
+    ("runtime.shared_host_weights_mode", ["600", "660", "777"]),
+    ("scheduler.compaction_interval", [0, 100]),
     ("runtime.cpu_threads", [1, None]),
     ("runtime.device_ordinal", [0, 7]),
     ("runtime.mem_fraction", [0.01, 1, 1.0]),
@@ -115,7 +135,15 @@ REFUSED = [
     ("model_dirs", [[], "x", [""], [1], None]),
     ("models_include", ["x", [1], [""]]),
     ("allow_unhooked", ["x", [1], [""]]),
-    ("model_control_mode", ["dynamic", "explicit", "other", None]),
+    ("model_control_mode", ["dynamic", "other", None]),
+    ("runtime.device_memory_bytes", [0, -1, 1.5, "80GiB", True]),
+    ("runtime.weight_cache_fraction", [-0.1, 1.1, True]),
+    ("runtime.weight_cache_wiggle_fraction", [-0.1, 1, True]),
+    ("runtime.eviction", ["LRU", "fifo", None]),
+    ("runtime.scratch_source", ["measured", None]),
+    ("runtime.shared_host_weights", [1, "on"]),
+    ("runtime.shared_host_weights_mode", ["888", "66", 660, "1660", ""]),
+    ("scheduler.compaction_interval", [-1, 1.0, True]),
     ("startup.ready_when", ["some", [], [1], [""], True, None]),
     ("bundles.digests", ["all", False]),
     ("hooks.allow", [1, 0, "true", "yes", None]),
@@ -131,6 +159,7 @@ REFUSED = [
     ("shm.require_same_uid", [1]),
     ("runtime.backend", ["gpus", "CPU", 1]),
     ("runtime.fake.seconds_per_row", [-0.1, True]),
+    ("runtime.fake.memory_bytes", [0, 1.5, "1GiB"]),
     ("runtime.map_weights", [1, "false"]),
     ("runtime.cpu_threads", [0, 1.0, True]),
     ("runtime.device_ordinal", [-1, True]),
@@ -258,7 +287,7 @@ def test_the_key_table_has_every_key_with_a_meaning():
     assert set(rows) == {"model_dirs", *OF_ONE_MODEL, *DEFAULTS}
     assert all(row.meaning.endswith(".") for row in [*rows.values(), *node_key_table()])
     assert rows["model_dirs"].default is None
-    assert rows["shm.deny_keys"].default == "[rsw-*]"
+    assert rows["shm.deny_keys"].default == "[rsw-*, rsrvw-*]"
     assert rows["hooks.allow"].default == "true"
     assert rows["scheduler.models.<name>.max_batch_size"].env is None
     assert rows["runtime.fake.seconds_per_row"].env == "RSRV_WORKER_RUNTIME_FAKE_SECONDS_PER_ROW"

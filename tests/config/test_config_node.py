@@ -65,7 +65,26 @@ def test_a_worker_is_global_with_its_entry_and_the_node_on_top(node_file):
         "scheduler.max_queue_depth": "global",
         "scheduler.models.m.max_batch_size": "global",
         "scheduler.models.n.max_batch_size": "worker",
+        "scheduler.models.m.residency": "node",
     }
+
+
+def test_models_of_the_node_stay_on_the_device_of_the_named_workers_unless_the_worker_says_otherwise(node_file):
+    text = """
+model_repo: {repo}
+base_port: 9000
+workers:
+  - name: a
+  - {name: b, scheduler: {models: {m: {residency: unpinned}, n: {pin_to_gpu: true}}}}
+  - name: c
+models: {m: [a, b]}
+"""
+    node = load_node(node_file(text))
+    floors = {
+        name: {m: s.residency for m, s in resolve(node.worker(name), environ={}).config.scheduler.models.items()}
+        for name in "abc"
+    }
+    assert floors == {"a": {"m": "device"}, "b": {"m": "unpinned", "n": "device"}, "c": {}}
 
 
 def test_the_first_worker_is_not_touched_by_the_second(node_file):

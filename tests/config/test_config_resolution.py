@@ -115,7 +115,7 @@ def test_the_older_port_names_are_read(raw):
         ),
         (
             {"model_control_mode": "dynamic"},
-            "model_control_mode: the control mode 'dynamic' is not supported yet; wanted 'static'",
+            "model_control_mode: the control mode 'dynamic' is not supported yet; wanted 'static' or 'explicit'",
             None,
         ),
         ({"endpoints": {"engine": "native"}}, "endpoints.engine: the engine 'native' is not built yet", None),

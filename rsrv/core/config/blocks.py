@@ -24,6 +24,12 @@ def normalise(block: Mapping[Any, Any], *, where: str) -> dict[str, Any]:
     endpoints = result.get("endpoints")
     if isinstance(endpoints, dict):
         _rename_ports(endpoints, where)
+    models = get(result, ("scheduler", "models"))
+    for settings in models.values() if isinstance(models, dict) else ():
+        # The older name of `residency: device`, which counts where that is not set.
+        if isinstance(settings, dict) and settings.get("pin_to_gpu") is True:
+            del settings["pin_to_gpu"]
+            settings.setdefault("residency", "device")
     return result
 
 

@@ -46,7 +46,7 @@ class NodeFile(Section):
     workers: Annotated[list[WorkerEntry], Field(min_length=1)]
     """The workers, each with its `name` and what differs from `global`."""
     models: dict[Name, Annotated[list[Name], Field(min_length=1)]] | None = None
-    """Models that have to stay on the device, with the workers where. It never limits what is loaded."""
+    """Models whose `residency` is `device` where it is not set, and on which workers. It never limits what is loaded."""
 
 
 class WorkerBlock(dict[str, Any]):
@@ -111,6 +111,11 @@ class NodeConfig:
         for path, value, origin in _forced(keys, position):
             put(values, path, value)
             origins[".".join(path)] = origin
+        for model, wanted in (keys.models or {}).items():
+            path = ("scheduler", "models", model, "residency")
+            if entry.name in wanted and get(values, path) is None:
+                put(values, path, "device")
+                origins[".".join(path)] = "node"
         return WorkerBlock(
             values,
             worker=entry.name,

@@ -19,6 +19,7 @@ Milliseconds = Annotated[float, Field(ge=0, le=1e12)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]
 Name = Annotated[str, Field(min_length=1)]
+OctalMode = Annotated[str, Field(pattern=r"^[0-7]{3}$")]
 
 
 def refuse(values: tuple[str, ...], text: str) -> BeforeValidator:
@@ -77,8 +78,8 @@ class ShmConfig(Section):
     """How many bytes the registered regions may have together. Unset: no limit."""
     allow_keys: list[Name] = []
     """Shell patterns of the keys that may be registered. Empty: all that `deny_keys` leaves."""
-    deny_keys: list[Name] = ["rsw-*"]
-    """Shell patterns of keys that may never be registered."""
+    deny_keys: list[Name] = ["rsw-*", "rsrvw-*"]
+    """Shell patterns of keys that may never be registered. By default those of weights that workers share."""
     require_same_uid: bool = False
     """Register only objects that belong to the server's own user."""
 
@@ -86,6 +87,8 @@ class ShmConfig(Section):
 class FakeDeviceConfig(Section):
     seconds_per_row: Seconds = 0.0
     """How long the fake device takes for one row."""
+    memory_bytes: Positive | None = None
+    """Memory of the fake device, which is a card then. Unset: it has the host's memory."""
 
 
 def _cuda_alias(value: Any) -> Any:
@@ -96,6 +99,22 @@ class RuntimeConfig(Section):
     backend: Annotated[Literal["auto", "cpu", "cuda", "fake"], BeforeValidator(_cuda_alias)] = "auto"
     """Device to run on; `auto` is CUDA when usable, else the CPU. `fake` is for tests and needs `RSRV_ALLOW_FAKE=1`."""
     fake: FakeDeviceConfig = FakeDeviceConfig()
+    device_memory_bytes: Positive | None = None
+    """The arena: bytes of device memory for weights and the scratch of one execution. Unset: what the card's allocator
+    has; on a CPU no budget, and all weights are resident."""
+    weight_cache_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the arena that weights may take, at most. 0: every model is resident for good."""
+    weight_cache_wiggle_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of a card's arena that is left free for fragmentation. A CPU needs none."""
+    eviction: Literal["lru", "cost"] = "lru"
+    """Whose weights go first: those unused for the longest time, or those that cost least to have again: reload time ×
+    request rate ÷ bytes."""
+    scratch_source: Literal["probe", "compiled", "max"] = "max"
+    """Where the size of the scratch comes from: measured at startup on a card, the compiler's numbers, or both."""
+    shared_host_weights: bool = False
+    """Keep host copies of weights in shared memory, once for all workers of the node."""
+    shared_host_weights_mode: OctalMode = "660"
+    """Permissions of those shared-memory regions, in octal digits."""
     map_weights: bool = False
     """Map the weights file instead of reading it. A rewrite in place then changes answers or kills the process."""
     cpu_threads: AtLeastOne | None = None
@@ -132,6 +151,13 @@ class RuntimeConfig(Section):
         return self
 
 
+_RESIDENCY_ALIASES = {"pinned_system": "system", "pinned_device": "device"}
+
+
+def _residency_alias(value: Any) -> Any:
+    return _RESIDENCY_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
 class ModelSchedulingConfig(Section):
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the device under `fair`, relative to the weights of the other models that have work."""
@@ -139,6 +165,9 @@ class ModelSchedulingConfig(Section):
     """How long a request of this model may wait for others to run with. Unset: `batching.max_wait_ms`."""
     max_batch_size: AtLeastOne | None = None
     """Most rows that requests are merged to. Unset: the largest compiled batch size. A larger request stays whole."""
+    residency: Annotated[Literal["unpinned", "system", "device"], BeforeValidator(_residency_alias)] | None = None
+    """Where this model's weights always are: nowhere, in host memory, or on the device. Unset: `system` on a card,
+    `unpinned` where device memory is host memory; there `system` and `device` are the same."""
     batch_sizes: Annotated[list[BatchSize], Field(min_length=1, max_length=MAX_BATCH_SIZES)] | None = None
     """Batch sizes to compile for, when the bundle has `batching.dynamic: true`. Unset: those that it lists."""
 
@@ -174,6 +203,9 @@ class SchedulerConfig(Section):
     """How many later requests of another shape may pass a request, so that mixed shapes fill batches; 0 = none."""
     shed_late: bool = True
     """Refuse a request at once when the queue before it takes longer, as measured, than its deadline allows."""
+    compaction_interval: NotNegative = 0
+    """After so many loads for requests, free all weights that may be freed, so that the allocator's holes merge; 0 =
+    never."""
     models: dict[Name, ModelSchedulingConfig] = {}
     """Settings of single models, by name."""
 
@@ -238,10 +270,11 @@ class ServerConfig(Section):
     allow_unhooked: list[Name] = []
     """Bundles of format 2.0 to serve without their hooks, which cannot run here: clients see the program's tensors."""
     model_control_mode: Annotated[
-        Literal["static"],
-        refuse(("dynamic", "explicit"), "the control mode {value!r} is not supported yet; wanted 'static'"),
+        Literal["static", "explicit"],
+        refuse(("dynamic",), "the control mode {value!r} is not supported yet; wanted 'static' or 'explicit'"),
     ] = "static"
-    """How the set of models may change while the server runs; `static`: not at all."""
+    """Who changes what while the server runs. `static`: nobody, and weights move as requests need them; `explicit`: an
+    operator or gateway moves the weights, and a model whose weights are elsewhere is refused."""
     cache_dir: str = ""
     """Directory for what restarts can use again: compiled programs. Empty: nothing is kept."""
     cache_max_bytes: Positive | None = 8 << 30
