@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rsrv.audit.signature import require_signature
@@ -27,7 +26,7 @@ from rsrv.serve.loading.batching import program_jobs, require_choosable
 from rsrv.serve.loading.digests import read_programs
 from rsrv.serve.numerics import numerics_for, prepare_environment
 from rsrv.serve.worker import expected_platform
-from rsrv.stablehlo.signature import numpy_dtype
+from rsrv.stablehlo.signature import nbytes_of
 
 if TYPE_CHECKING:
     from rsrv.bundle.safetensors import WeightsHeader
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from rsrv.runtime.device import CompileOptions
     from rsrv.serve.loading.programs import Identity, ProgramJob
     from rsrv.stablehlo.policy import Policy
-    from rsrv.stablehlo.signature import TensorType
 
 Target = Literal["cuda", "cpu"]
 
@@ -108,18 +106,23 @@ def plan_memory(
     device_memory: int,
     *,
     target: Target = "cuda",
-    fraction: float = 1.0,
-    wiggle: float = 0.1,
+    fraction: float | None = None,
+    wiggle: float | None = None,
     on_program: Callable[[str], None] = lambda text: None,
 ) -> MemoryPlan:
     """What the bundles of `config` need on a device with that many bytes, of which a card's allocator gets
     ``runtime.mem_fraction``.
 
-    `fraction` and `wiggle` as in `resolve_budget`; a CPU has no slack. `on_program` is told of each compilation.
+    `fraction` and `wiggle` as in `resolve_budget`, by default those of the configuration (a fraction of 0, which means
+    that nothing comes and goes, counts as 1); a CPU has no slack. `on_program` is told of each compilation.
     Raises ConfigError, DeviceError, or BundleError for a directory that is not there; what is wrong with one bundle is
     in its `ModelSize.problem`.
     """
     measured_on, models = measure(config, granule=GRANULE_BYTES if target == "cuda" else 1, on_program=on_program)
+    if fraction is None:
+        fraction = config.runtime.weight_cache_fraction or 1.0
+    if wiggle is None:
+        wiggle = config.runtime.weight_cache_wiggle_fraction
     arena = int(config.runtime.mem_fraction * device_memory) if target == "cuda" else device_memory
     return plan_from(
         models,
@@ -274,7 +277,7 @@ def _measure(found: FoundBundle, config: ServerConfig, policy: Policy, source: _
                 ProgramSize(
                     batch_key=job.batch_key,
                     scratch_bytes=seen.compiled.scratch_bytes,
-                    input_bytes=sum(map(_n_bytes, inputs)),
+                    input_bytes=sum(map(nbytes_of, inputs)),
                     code_bytes=seen.code_bytes,
                     cached=seen.cached,
                     identity=hashlib.sha256(repr(job.identity).encode()).digest(),
@@ -287,7 +290,3 @@ def _measure(found: FoundBundle, config: ServerConfig, policy: Policy, source: _
 
 def _weights(header: WeightsHeader, granule: int) -> int:
     return sum(-(-entry.nbytes // granule) * granule for entry in header.tensors.values())
-
-
-def _n_bytes(tensor: TensorType) -> int:
-    return prod(tensor.shape) * numpy_dtype(tensor.dtype).itemsize

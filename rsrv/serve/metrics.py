@@ -19,10 +19,12 @@ from prometheus_client.core import (
 from rsrv.serve import triton_metrics
 from rsrv.serve.lifecycle import STATES
 from rsrv.serve.registry import ModelState
+from rsrv.serve.residency.view import whereabouts
 from rsrv.serve.series import PREFIX, SERIES, Series
 
 if TYPE_CHECKING:
     from rsrv.serve.counters import HistogramSnapshot
+    from rsrv.serve.residency.snapshot import LedgerSnapshot
     from rsrv.serve.sources import Sources
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -105,22 +107,52 @@ class WorkerMetrics:
 
     def _model_samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
         sources = self._sources
-        loaded = resident_bytes = 0
+        loaded = resident = weights = host = shared = 0
+        snapshot = sources.residency.snapshot() if sources.residency is not None else None
         for entry in sources.registry.entries():
             for state in ModelState:
                 yield "model_state", (entry.name, state.value), int(entry.state is state)
             if entry.prepared is None:
                 continue
             model = entry.prepared.model
+            where = whereabouts(sources.residency, model)
+            placed = snapshot.models.get(entry.name) if snapshot is not None else None
             loaded += 1
-            resident_bytes += model.weights.nbytes
+            resident += where.device_resident
+            weights += where.nbytes * where.device_resident
+            host += where.nbytes * where.host_resident
+            shared |= where.host_shared
             yield "model_incarnation", (entry.name,), entry.incarnation
-            yield "model_resident", (entry.name,), 1
-            yield "model_weight_bytes", (entry.name,), model.weights.nbytes
+            yield "model_resident", (entry.name,), int(where.device_resident)
+            yield "model_pinned", (entry.name,), int(placed is None or placed.reserved or placed.pinned)
+            yield "model_weight_bytes", (entry.name,), where.nbytes
             yield "model_max_batch_size", (entry.name,), largest_batch(model)
         yield "models_loaded", (), loaded
-        yield "models_resident", (), loaded
-        yield "resident_weight_bytes", (), resident_bytes
+        yield "models_resident", (), resident
+        yield "resident_weight_bytes", (), weights if sources.residency is None else sources.residency.resident_bytes
+        yield "host_weights_bytes", (), host
+        yield "host_weights_shared", (), int(shared)
+        if snapshot is not None:
+            yield from self._residency_samples(snapshot)
+
+    def _residency_samples(self, snapshot: LedgerSnapshot) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+        yield "weight_pool_bytes", (), snapshot.budget.weight_pool
+        yield "weight_cache_max_bytes", (), snapshot.max_bytes
+        yield "weight_cache_resident_bytes", (), snapshot.resident_bytes
+        yield "weight_cache_pinned_bytes", (), snapshot.pinned_bytes
+        yield "weight_cache_max_scratch_bytes", (), snapshot.budget.max_scratch
+        yield "evictable_bytes", (), snapshot.evictable_bytes
+        if snapshot.bytes_for_99_percent_hits is not None:
+            yield "weight_cache_bytes_for_99_percent_hits", (), snapshot.bytes_for_99_percent_hits
+        if snapshot.lru_age_seconds is not None:
+            yield "lru_age_seconds", (), snapshot.lru_age_seconds
+        yield "weight_uses_total", (), snapshot.uses
+        yield "weight_loads_total", (), snapshot.loads
+        yield "weight_load_seconds_total", (), snapshot.load_seconds
+        yield "weight_load_time_seconds", (), _in_seconds(self._sources.load_times.snapshot())
+        for reason, count in snapshot.evicts.items():
+            yield "weight_evicts_total", (reason,), count
+        yield "compactions_total", (), snapshot.compactions
 
     def _program_samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
         sources = self._sources

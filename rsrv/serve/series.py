@@ -30,11 +30,74 @@ SERIES = {
         Series("state", "gauge", ("state",), "1 for the state that the worker is in."),
         Series("models_loaded", "gauge", (), "Models that are prepared."),
         Series("models_resident", "gauge", (), "Models whose weights are on the device."),
-        Series("resident_weight_bytes", "gauge", (), "Bytes of weights on the device."),
+        Series(
+            "resident_weight_bytes",
+            "gauge",
+            (),
+            "Bytes of weights in the device's memory; what several models share counts once. Those on their way out "
+            "still count.",
+        ),
+        Series("host_weights_bytes", "gauge", (), "Bytes of weights of which a copy is kept in host memory."),
+        Series("host_weights_shared", "gauge", (), "1 when some of those copies are in memory that workers may share."),
+        Series("weight_pool_bytes", "gauge", (), "Share of the arena that is for weights. Only with a budget."),
+        Series(
+            "weight_cache_max_bytes", "gauge", (), "The budget: what weights that come and go may take. Only with one."
+        ),
+        Series(
+            "weight_cache_resident_bytes",
+            "gauge",
+            (),
+            "What they take: those on their way to the device count, those on their way out do not. Only with a "
+            "budget.",
+        ),
+        Series(
+            "weight_cache_pinned_bytes", "gauge", (), "Weights that are never evicted, beside it. Only with a budget."
+        ),
+        Series("weight_cache_max_scratch_bytes", "gauge", (), "What one execution needs beside. Only with a budget."),
+        Series("evictable_bytes", "gauge", (), "What evictions could free now. Only with a budget."),
+        Series(
+            "weight_cache_bytes_for_99_percent_hits",
+            "gauge",
+            (),
+            "The budget with which 99 % of the repeated uses of the last time would have found their weights there. "
+            "Only when something was used twice.",
+        ),
+        Series(
+            "lru_age_seconds",
+            "gauge",
+            (),
+            "For how long the weights on the device that nobody used for longest were not used; a small number means "
+            "that the budget is too small for the traffic.",
+        ),
+        Series(
+            "weight_uses_total",
+            "counter",
+            (),
+            "Batches prepared for models whose weights come and go; one prepared again, with more rows, counts again. "
+            "Per load, while nothing is pinned: how often a load paid off. Only with a budget.",
+        ),
+        Series("weight_loads_total", "counter", (), "Loads of weights, pinned ones as well. Only with a budget."),
+        Series("weight_load_seconds_total", "counter", (), "Seconds that those took. Only with a budget."),
+        Series("weight_load_time_seconds", "histogram", (), "What each of them took. Only with a budget."),
+        Series(
+            "weight_evicts_total",
+            "counter",
+            ("reason",),
+            "Evictions of weights: to make room, for a smaller budget, when the device was out of memory (oom), "
+            "by a change of the floor, with their model (unload). Only with a budget.",
+        ),
+        Series(
+            "compactions_total",
+            "counter",
+            (),
+            "How often all weights that may be evicted were freed to merge holes; those are no evictions. Only with a "
+            "budget.",
+        ),
         Series("model_state", "gauge", ("model", "state"), "1 for the state that the model is in."),
         Series("model_incarnation", "gauge", ("model",), "Number of the load that serves the model."),
         Series("model_resident", "gauge", ("model",), "1 when the model's weights are on the device."),
-        Series("model_weight_bytes", "gauge", ("model",), "Bytes of the model's weights."),
+        Series("model_pinned", "gauge", ("model",), "1 when the model's weights are never evicted from the device."),
+        Series("model_weight_bytes", "gauge", ("model",), "Bytes of the model's weights on the device, there or not."),
         Series(
             "model_max_batch_size",
             "gauge",

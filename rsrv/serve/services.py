@@ -15,7 +15,7 @@ from rsrv.protos import inference as pb
 from rsrv.rpc.call import reply
 from rsrv.rpc.routes import Route, Routes
 from rsrv.serve.counters import TRITON_STAGES
-from rsrv.serve.registry import Entry, ModelState
+from rsrv.serve.residency.view import is_answered
 
 if TYPE_CHECKING:
     from rsrv.bundle.manifest import Manifest
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from rsrv.rpc.call import Call
     from rsrv.serve.counters import ServerCounters
     from rsrv.serve.lifecycle import Lifecycle
-    from rsrv.serve.registry import Registry
+    from rsrv.serve.registry import Entry, Registry
+    from rsrv.serve.residency.manager import Residency
     from rsrv.serve.scheduler import Scheduler
 
 SERVICE = "inference.GRPCInferenceService"
@@ -43,12 +44,14 @@ class Services:
         scheduler: Scheduler,
         counters: ServerCounters,
         regions: RegionRegistry | None,
+        residency: Residency | None = None,
     ) -> None:
         self._registry = registry
         self._lifecycle = lifecycle
         self._scheduler = scheduler
         self._counters = counters
         self._regions = regions
+        self._residency = residency
 
     def routes(self) -> Routes:
         methods: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -67,7 +70,7 @@ class Services:
             "CudaSharedMemoryUnregister": (pb.CudaSharedMemoryUnregisterRequest, self.cuda_shm_unregister),
             "IsSameIPCNamespace": (pb.IsSameIPCNamespaceRequest, self.is_same_ipc_namespace),
         }
-        return {f"/{SERVICE}/{name}": Route(_handler(*method), "unary") for name, method in methods.items()}
+        return {f"/{SERVICE}/{name}": Route(unary(*method), "unary") for name, method in methods.items()}
 
     # --- health and metadata --------------------------------------------------------------------------------------
 
@@ -93,7 +96,7 @@ class Services:
         return None if entry is None else self._is_ready(entry)
 
     def server_metadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
-        extensions = ["model_configuration", "statistics"]
+        extensions = ["model_configuration", "statistics", "rsrv_control"]
         if self._regions is not None:
             extensions.insert(0, "system_shared_memory")
         return pb.ServerMetadataResponse(name="rsrv", version=rsrv.__version__, extensions=extensions)
@@ -190,11 +193,16 @@ class Services:
     # --- registry -------------------------------------------------------------------------------------------------
 
     def _is_ready(self, entry: Entry) -> bool:
-        return entry.state is ModelState.READY and self._lifecycle.state in ("starting", "serving")
+        if entry.prepared is None or self._lifecycle.state not in ("starting", "serving"):
+            return False
+        return is_answered(self._residency, entry.prepared.model)
 
     def _reason(self, entry: Entry) -> str:
         """Why a model that is not ready is not."""
-        return entry.reason or f"the server is {self._lifecycle.state}"
+        if entry.reason:
+            return entry.reason
+        running = self._lifecycle.state in ("starting", "serving")
+        return "not resident" if running else f"the server is {self._lifecycle.state}"
 
     def _entry(self, name: str, version: str) -> Entry:
         entry = self._registry.find(name)
@@ -209,15 +217,17 @@ class Services:
         return entry.manifest
 
 
-def _handler(request_class: Any, method: Callable[[Any], Any]) -> Callable[[Call], None]:
-    def handle(call: Call) -> None:
-        try:
-            request = request_class.FromString(call.body)
-        except DecodeError:
-            raise InvalidRequest(f"the body of {call.path} is no {request_class.DESCRIPTOR.full_name}") from None
-        reply(call, method(request))
+def unary(request_class: Any, method: Callable[[Any], Any]) -> Callable[[Call], None]:
+    """The handler of a method that takes one message, answers with one, and waits for nothing."""
+    return lambda call: reply(call, method(parse(call, request_class)))
 
-    return handle
+
+def parse(call: Call, request_class: Any) -> Any:
+    """The request of a unary call. Raises InvalidRequest for a body that is no such message."""
+    try:
+        return request_class.FromString(call.body)
+    except DecodeError:
+        raise InvalidRequest(f"the body of {call.path} is no {request_class.DESCRIPTOR.full_name}") from None
 
 
 def _largest_batch(entry: Entry, manifest: Manifest) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rsrv.serve.residency.times import LoadTimes
 from rsrv.serve.scheduler.stats import ModelStats
 
 if TYPE_CHECKING:
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
     from rsrv.serve.lifecycle import Lifecycle
     from rsrv.serve.loading.progress import ProgramCounts
     from rsrv.serve.registry import Registry
+    from rsrv.serve.residency.manager import Residency
     from rsrv.serve.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """`regions` is None without shared memory, `cache` without a cache; `programs` counts those that were loaded."""
+    """`regions` is None without shared memory, `cache` without a cache, `residency` where all weights are resident for
+    good; `programs` counts those that were loaded, `load_times` loads of weights."""
 
     registry: Registry
     lifecycle: Lifecycle
@@ -36,6 +39,8 @@ class Sources:
     device: Device
     programs: Callable[[], ProgramCounts]
     cache: ExecutableCache | None
+    residency: Residency | None = None
+    load_times: LoadTimes = field(default_factory=LoadTimes)
 
     def scheduled(self) -> Mapping[str, ModelStats]:
         """What the scheduler counted, by model; without the stand-in of a model that is being warmed up."""

@@ -14,24 +14,27 @@ from rsrv.core.status import (
     ModelError,
     ModelPrograms,
     ModelQueueStatus,
+    ModelResidency,
     ModelStatus,
     NumericsStatus,
     QueueWait,
     ServerLimits,
     ServerStatus,
+    WeightBudget,
     WorkerStatus,
 )
 from rsrv.serve.metrics import largest_batch
+from rsrv.serve.residency.view import residency_mode, whereabouts
 
 if TYPE_CHECKING:
     from rsrv.core.config import ServerConfig
     from rsrv.serve.counters import RequestSnapshot
     from rsrv.serve.numerics import ServerNumerics
     from rsrv.serve.registry import Entry, Prepared
+    from rsrv.serve.residency.manager import Residency
+    from rsrv.serve.residency.snapshot import LedgerSnapshot
     from rsrv.serve.scheduler.stats import ModelStats
     from rsrv.serve.sources import Sources
-
-RESIDENCY_MODE = "self_managed"
 
 
 class StatusReport:
@@ -55,13 +58,19 @@ class StatusReport:
 
     def document(self) -> WorkerStatus:
         scheduled = self._sources.scheduled()
-        counters = self._sources.counters
+        counters, residency = self._sources.counters, self._sources.residency
+        snapshot = None if residency is None else residency.snapshot()
         models = [
-            _model(entry, scheduled.get(entry.name), counters.snapshot(entry.name))
+            _model(
+                entry,
+                scheduled.get(entry.name),
+                counters.snapshot(entry.name),
+                _residency(residency, snapshot, entry.prepared) if entry.prepared is not None else None,
+            )
             for entry in self._sources.registry.entries()
         ]
-        weights = sum(model.weights_bytes or 0 for model in models)
-        return WorkerStatus(server=self._server(), devices=[self._device(weights)], models=models)
+        weights = sum(model.weights_bytes or 0 for model in models) if residency is None else residency.resident_bytes
+        return WorkerStatus(server=self._server(), devices=[self._device(weights, snapshot)], models=models)
 
     def json(self) -> bytes:
         return self.document().model_dump_json(indent=2).encode() + b"\n"
@@ -80,7 +89,7 @@ class StatusReport:
             stuck="" if stuck is None else str(stuck),
             uptime_s=self._clock() - self._began,
             control_mode=config.model_control_mode,
-            residency_mode=RESIDENCY_MODE,
+            residency_mode=residency_mode(sources.residency),
             discipline=config.scheduler.discipline,
             numerics=NumericsStatus(
                 mode=numerics.mode, tf32_active=numerics.tf32_active, pinned_exact=numerics.pinned_exact
@@ -99,7 +108,7 @@ class StatusReport:
             shed=sources.admission.shed,
         )
 
-    def _device(self, weights_bytes: int) -> DeviceStatus:
+    def _device(self, weights_bytes: int, snapshot: LedgerSnapshot | None) -> DeviceStatus:
         device = self._sources.device
         memory = device.memory()
         return DeviceStatus(
@@ -107,6 +116,7 @@ class StatusReport:
             platform=device.platform,
             kind=device.kind,
             weights_bytes=weights_bytes,
+            budget=None if snapshot is None else _budget(snapshot),
             in_use_bytes=memory.bytes_in_use if memory else None,
             peak_bytes=memory.peak_bytes_in_use if memory else None,
             limit_bytes=memory.bytes_limit if memory else None,
@@ -114,7 +124,47 @@ class StatusReport:
         )
 
 
-def _model(entry: Entry, stats: ModelStats | None, requests: RequestSnapshot) -> ModelStatus:
+def _budget(snapshot: LedgerSnapshot) -> WeightBudget:
+    return WeightBudget(
+        arena_bytes=snapshot.budget.arena,
+        pool_bytes=snapshot.budget.weight_pool,
+        scratch_bytes=snapshot.budget.max_scratch,
+        pinned_bytes=snapshot.pinned_bytes,
+        budget_bytes=snapshot.max_bytes,
+        resident_bytes=snapshot.resident_bytes,
+        pending_bytes=snapshot.pending_bytes,
+        evictable_bytes=snapshot.evictable_bytes,
+        eviction=snapshot.policy,
+        uses=snapshot.uses,
+        loads=snapshot.loads,
+        load_seconds=snapshot.load_seconds,
+        evictions={str(reason): count for reason, count in snapshot.evicts.items()},
+        compactions=snapshot.compactions,
+        lru_age_s=snapshot.lru_age_seconds,
+        bytes_for_99_percent_hits=snapshot.bytes_for_99_percent_hits,
+    )
+
+
+def _residency(residency: Residency | None, snapshot: LedgerSnapshot | None, prepared: Prepared) -> ModelResidency:
+    where = whereabouts(residency, prepared.model)
+    placed = snapshot.models.get(prepared.model.name) if snapshot is not None else None
+    return ModelResidency(
+        floor=where.floor.value,
+        state=placed.state.value if placed is not None else "resident",
+        host_copy=where.host_resident,
+        host_shared=where.host_shared,
+        pinned=placed is None or placed.reserved or placed.pinned,
+        loads=placed.loads if placed is not None else 0,
+        evictions=placed.evicts if placed is not None else 0,
+        load_seconds=placed.reload_seconds if placed is not None else None,
+        uses_per_second=placed.requests_per_second if placed is not None else 0.0,
+        idle_s=placed.idle_seconds if placed is not None else None,
+    )
+
+
+def _model(
+    entry: Entry, stats: ModelStats | None, requests: RequestSnapshot, residency: ModelResidency | None
+) -> ModelStatus:
     failure, prepared = entry.failure, entry.prepared
     return ModelStatus(
         name=entry.name,
@@ -125,6 +175,7 @@ def _model(entry: Entry, stats: ModelStats | None, requests: RequestSnapshot) ->
         directory=str(entry.path),
         modified=list(entry.modified),
         weights_bytes=prepared.model.weights.nbytes if prepared else None,
+        residency=residency,
         hooks=[role for role in ("preprocess", "postprocess") if getattr(prepared.hooks, role)] if prepared else [],
         programs=_programs(prepared, stats) if prepared else None,
         weight=stats.weight if stats else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -23,7 +24,8 @@ from rsrv.runtime.backends import cuda_plugin_installed
 from rsrv.runtime.fingerprint import fingerprint
 from rsrv.runtime.options import compile_options
 from rsrv.runtime.probe import require_usable_flags, require_usable_options
-from rsrv.serve import observe
+from rsrv.serve import control, observe
+from rsrv.serve.control import ControlService
 from rsrv.serve.counters import ServerCounters
 from rsrv.serve.hook_pool import HookPool
 from rsrv.serve.http import http_routes
@@ -34,13 +36,18 @@ from rsrv.serve.loading.steps import Steps
 from rsrv.serve.metrics import WorkerMetrics, gpu_label
 from rsrv.serve.numerics import ServerNumerics, numerics_for, prepare_environment, probe
 from rsrv.serve.registry import Registry
+from rsrv.serve.residency.probe import probe_scratch
+from rsrv.serve.residency.setup import open_residency
+from rsrv.serve.residency.times import LoadTimes
+from rsrv.serve.residency.view import residency_mode
 from rsrv.serve.scheduler import Policy, Scheduler
 from rsrv.serve.services import SERVICE, Services
 from rsrv.serve.sources import Sources
-from rsrv.serve.status import RESIDENCY_MODE, StatusReport
+from rsrv.serve.status import StatusReport
 
 if TYPE_CHECKING:
     from rsrv.runtime.device import Device
+    from rsrv.serve.residency.manager import Residency
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +92,9 @@ class RunningServer:
         self.server: GrpcioEngine | None = None
         self.http_server: HttpListener | None = None
         self._health: HealthService | None = None
+        self._residency: Residency | None = None
+        self._load_times = LoadTimes()
+        self._control: ControlService | None = None
         self._inference: Inference | None = None
         self._loader: Loader | None = None
         self.on_stopped: Callable[[], None] = lambda: None
@@ -104,6 +114,11 @@ class RunningServer:
     def device(self) -> Device:
         assert self._device is not None, "the server is not open"
         return self._device
+
+    @property
+    def residency(self) -> Residency:
+        assert self._residency is not None, "the server is not open"
+        return self._residency
 
     # --- bring-up -------------------------------------------------------------------------------------------------
 
@@ -130,6 +145,7 @@ class RunningServer:
             allow_cpu_fallback=runtime.allow_cpu_fallback,
             cpu_threads=runtime.cpu_threads,
             fake_seconds_per_row=runtime.fake.seconds_per_row,
+            fake_memory_bytes=runtime.fake.memory_bytes,
         )
         if self._device.platform != self._pool_platform:
             # CUDA was expected and the CPU came.
@@ -140,6 +156,8 @@ class RunningServer:
         if self._device.platform == "cuda":
             self.numerics = probe(self.numerics, self._device, self._program_source(LoadProgress()))
         self._scheduler = Scheduler(self._device, Policy.of(config))
+        self._residency = open_residency(self._device, self._scheduler, config, on_load=self._load_times.record)
+        self._residency.start()
         self._scheduler.on_stuck(self._on_change)
         self._scheduler.start()
         if config.shm.enabled:
@@ -229,6 +247,14 @@ class RunningServer:
             scheduler=self.scheduler,
             counters=self.counters,
             regions=self.shm,
+            residency=self._residency,
+        )
+        self._control = ControlService(
+            registry=self.registry,
+            lifecycle=self.lifecycle,
+            scheduler=self.scheduler,
+            residency=self._residency,
+            on_moved=self._on_change,
         )
         self._inference = Inference(
             registry=self.registry,
@@ -245,7 +271,8 @@ class RunningServer:
             **services.routes(),
             f"/{SERVICE}/ModelInfer": Route(self._inference.handle, "unary"),
             **self._health.routes(),
-            **reflection_routes([SERVICE, health.SERVICE]),
+            **self._control.routes(),
+            **reflection_routes([SERVICE, health.SERVICE, control.SERVICE]),
         }
 
     def _http_routes(self) -> HttpRoutes:
@@ -262,6 +289,8 @@ class RunningServer:
             device=self.device,
             programs=lambda: self.progress.counts,
             cache=self.cache,
+            residency=self._residency,
+            load_times=self._load_times,
         )
         ordinal = config.runtime.device_ordinal
         metrics = WorkerMetrics(
@@ -271,7 +300,7 @@ class RunningServer:
                 "platform": platform,
                 "control_mode": config.model_control_mode,
                 "discipline": config.scheduler.discipline,
-                "residency_mode": RESIDENCY_MODE,
+                "residency_mode": residency_mode(self._residency),
             },
             constant_labels={"worker": self.worker or "", "gpu": gpu_label(platform, ordinal)},
             triton_compat=config.metrics.triton_compat,
@@ -287,7 +316,7 @@ class RunningServer:
             config=self.config,
             registry=self.registry,
             scheduler=self.scheduler,
-            device=self.device,
+            residency=self.residency,
             source=source,
             progress=self.progress,
             stopping=self._stopping,
@@ -297,6 +326,8 @@ class RunningServer:
             on_ready=self._warmup.add,
         )
         self._loader.load_all()
+        self._probe_scratch(self._warmup)
+        self.residency.report_budget()
         if not self.lifecycle.enter("serving", only_from=("starting",)):
             return
         progress = self.registry.progress()
@@ -318,6 +349,13 @@ class RunningServer:
                 daemon=True,
             )
             self._digests.start()
+
+    def _probe_scratch(self, warmup: Warmup) -> None:
+        if self.config.runtime.scratch_source == "compiled":
+            return
+        ready = [entry.prepared.model for entry in self.registry.entries() if entry.prepared is not None]
+        with contextlib.suppress(ServerStopping):
+            probe_scratch(self.device, self.residency, ready, warmup.measure, self._stopping.is_set)
 
     def start_loading(self) -> None:
         """`load` on a thread of its own."""
@@ -366,15 +404,21 @@ class RunningServer:
         self.admission.close()
         if self._warmup is not None:
             self._warmup.stop()
+        if self._residency is not None:
+            self._residency.close()
         if self.pool is not None:
             self.pool.close()
         if self._scheduler is not None:
             # Queued requests are refused; the running execution ends and its requests get their answers.
             self._scheduler.stop(0.0)
+        if self._residency is not None:
+            self._residency.stop()
         self.admission.wait_idle(time.monotonic() + LAST_ANSWERS_SECONDS)
         if self._inference is not None:
             self._inference.reject_all(ServerStopping("the server is stopping and did not get to this request"))
         self.hook_pool.close()
+        if self._control is not None:
+            self._control.close()
         if self._loader is not None:
             self._loader.hooks.close()
         if self.server is not None:
@@ -386,7 +430,9 @@ class RunningServer:
             # It only reads files, and one file of many gigabytes must not hold the stop up.
             self._digests.join(1.0)
         if self._loader is not None:
-            self._loader.free()
+            self._loader.close()
+        if self._residency is not None:
+            self._residency.free()
         if self.cache is not None:
             self.cache.close()
         if self._device is not None:

@@ -21,7 +21,7 @@ from rsrv.cli.main import main
 from rsrv.core.errors import BundleError, ManifestError, ProgramError, SignatureMismatch, UsageError
 from rsrv.export import export_bundle
 from rsrv.runtime import PjrtDevice
-from rsrv.serve.weights import load_weights
+from rsrv.serve.residency.tensors import TensorPool, open_weights
 from rsrv.stablehlo.artifact import artifact_version
 
 SQUARE = np.arange(16, dtype=np.float32).reshape(4, 4)
@@ -63,8 +63,7 @@ def edit(path: Path, **changes: Any) -> None:
 def answers(path: Path, cpu: PjrtDevice, x: np.ndarray) -> np.ndarray:
     """The answer as a server computes it: weights through the server's own loader."""
     bundle = open_bundle(path)
-    header = read_header(bundle.weights_path, column_major=bundle.manifest.column_major)
-    weights = load_weights(cpu, bundle.weights_path, header)
+    weights = TensorPool(cpu).load(open_weights(bundle.weights_path, column_major=bundle.manifest.column_major))
     buffer = cpu.put(x)
     try:
         program = cpu.compile((path / f"model.b{len(x)}.mlir").read_bytes())
@@ -108,8 +107,7 @@ def test_the_servers_loader_transposes_whatever_the_rank_dtype_and_place(
     path = tmp_path / "weights.safetensors"
     stored = {name: np.array(array.T, order="C") for name, array in weights.items()}
     save_file(stored, path, metadata={"argument_order": json.dumps(list(weights))})
-    header = read_header(path, column_major=True)
-    loaded = load_weights(cpu, path, header, map_weights=map_weights)
+    loaded = TensorPool(cpu, map_weights=map_weights).load(open_weights(path, column_major=True))
     assert [buffer.shape for buffer in loaded.buffers] == [array.shape for array in weights.values()]
     specs = [(array.shape, array.dtype) for array in weights.values()]
     program = cpu.compile(lower(lambda *arrays: arrays, specs))

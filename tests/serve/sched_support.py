@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,6 @@ from rsrv.runtime.fake import FakeDevice
 from rsrv.serve.scheduler import ServableModel
 from rsrv.serve.scheduler.backlog import Backlog
 from rsrv.serve.scheduler.policy import Policy
-from rsrv.serve.weights import WeightSet
 from rsrv.stablehlo.signature import ProgramSignature, tensor_type
 
 LONG = 60.0
@@ -29,6 +29,17 @@ def spec(name, *axes, dtype=DType.F32):
 
 X = (spec("x", "n", 2),)
 Y = (spec("y", "n", 2),)
+
+
+@dataclass(eq=False)
+class Weights:
+    """Weights that are on the device for good."""
+
+    buffers: tuple = ()
+    nbytes: int = 0
+    uses: int = 0
+    resident: bool = True
+    leaving: bool = False
 
 
 def signature(inputs, outputs, rows, variant=(), weights=()):
@@ -64,7 +75,7 @@ def model(
     }
     manifest = Manifest(name=name, executable_inputs=tuple(inputs), executable_outputs=tuple(outputs))
     buffers = tuple(device.put(np.asarray(w, np.float32)) for w in weights)
-    return ServableModel(name, incarnation, manifest, programs, WeightSet(buffers, 0, device), max_batch_size=cap)
+    return ServableModel(name, incarnation, manifest, programs, Weights(buffers), max_batch_size=cap)
 
 
 def paper_model(name="m", keys=(1, 4, 8), **more):
@@ -222,6 +233,7 @@ __all__ = [
     "FakeDevice",
     "Gate",
     "Reply",
+    "Weights",
     "blocked",
     "double",
     "model",

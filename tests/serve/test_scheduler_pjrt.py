@@ -4,16 +4,16 @@ import threading
 
 import numpy as np
 import pytest
-from sched_support import LONG, Reply, spec
+from sched_support import LONG, Reply, Weights, spec
 from support.bundles import lower
 
 from rsrv.bundle.manifest import Manifest
-from rsrv.bundle.safetensors import read_header, write_weights
+from rsrv.bundle.safetensors import write_weights
 from rsrv.core.dtypes import DType
 from rsrv.core.memory import aligned_empty
 from rsrv.runtime.pjrt import PjrtDevice
+from rsrv.serve.residency.tensors import TensorPool, open_weights
 from rsrv.serve.scheduler import Scheduler, ServableModel, batch
-from rsrv.serve.weights import WeightSet, load_weights
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def scheduler(cpu):
 
 def compiled(cpu, fn, inputs, outputs, *, keys=(1, 4), weights=None, name="m"):
     """A model of `fn(*inputs, *weights) -> tuple`; every program is lowered, written and compiled for real."""
-    weights = weights or WeightSet((), 0, cpu)
+    weights = weights or Weights()
     arguments = [(buffer.shape, buffer.dtype) for buffer in weights.buffers]
 
     def program(key):
@@ -56,7 +56,8 @@ def submit(scheduler, model, inputs, rows):
 
 def test_requests_with_different_batch_axes_get_their_own_rows(scheduler, cpu, tmp_path):
     write_weights(tmp_path / "w.safetensors", [("w", np.arange(6, dtype=np.float32).reshape(3, 2))])
-    weights = load_weights(cpu, tmp_path / "w.safetensors", read_header(tmp_path / "w.safetensors"))
+    placed = TensorPool(cpu).load(open_weights(tmp_path / "w.safetensors"))
+    weights = Weights(placed.buffers)
     m = compiled(
         cpu,
         lambda x, s, w: (x @ w + s.T, s * 2),
@@ -82,7 +83,7 @@ def test_requests_with_different_batch_axes_get_their_own_rows(scheduler, cpu, t
     assert stats.requests_served == 8
     assert stats.batch_keys == {8: 4}
     scheduler.stop()
-    weights.free()
+    placed.free()
 
 
 @pytest.mark.parametrize("dtype", [DType.F64, DType.I64, DType.BF16, DType.U8, DType.BOOL], ids=lambda d: d.value)

@@ -12,6 +12,8 @@ from rsrv.core.config.sections import ModelSchedulingConfig, SchedulerConfig
 from rsrv.runtime import CompilePool, open_device
 from rsrv.serve.loading import Loader, LoadProgress, ProgramSource
 from rsrv.serve.registry import ModelState, Registry
+from rsrv.serve.residency.manager import Residency
+from rsrv.serve.residency.tensors import TensorPool
 from rsrv.serve.scheduler import Scheduler
 
 DOUBLE = b"""module { func.func public @main(%x: tensor<?x3xf32>) -> tensor<?x3xf32> {
@@ -59,16 +61,18 @@ def load(parts, tmp_path):
             scheduler=SchedulerConfig(models=models),
         )
         source = ProgramSource(device=device, pool=pool, progress=progress)
-        loader = Loader(config=config, registry=registry, scheduler=scheduler, device=device, source=source,
+        residency = Residency(device, scheduler, None, TensorPool(device))
+        loader = Loader(config=config, registry=registry, scheduler=scheduler, residency=residency, source=source,
                         progress=progress, stopping=threading.Event(), on_phase=lambda phase: None)  # fmt: skip
-        made.append((scheduler, loader))
+        made.append((scheduler, residency, loader))
         loader.load_all()
         return {entry.name: entry for entry in registry.entries()}
 
     yield call
-    for scheduler, loader in made:
+    for scheduler, residency, loader in made:
         scheduler.stop()
-        loader.free()
+        loader.close()
+        residency.free()
 
 
 def test_one_program_is_served_at_the_sizes_that_the_bundle_lists(load, tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sched_support import Weights
 from support.calls import FakeCall
 
 from rsrv.bundle.manifest import parse_manifest
@@ -21,7 +22,6 @@ from rsrv.serve.inference import Admission, Inference
 from rsrv.serve.loading import prepare_checks
 from rsrv.serve.registry import Registry
 from rsrv.serve.scheduler import Policy, Scheduler, ServableModel
-from rsrv.serve.weights import WeightSet
 from rsrv.stablehlo.signature import ProgramSignature, tensor_type
 
 TARGET = OutputTarget("region", 0, 8)
@@ -72,7 +72,7 @@ class World:
         )
         shapes = {n: tensor_type("f32", (n, 2)) for n in sizes}
         programs = {n: self.device.program(program, ProgramSignature((s,), (s,))) for n, s in shapes.items()}
-        model = ServableModel("m", 1, manifest, {(): programs}, WeightSet((), 0, self.device))
+        model = ServableModel("m", 1, manifest, {(): programs}, Weights())
         self.scheduler.add(model)
         self.registry.set_ready(
             "m", prepare_checks(model, hooks or Hooks(), hook_timeout, split_oversize=policy.split_oversize)

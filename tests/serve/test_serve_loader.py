@@ -11,6 +11,8 @@ from rsrv.core.config import BundlesConfig, EndpointsConfig, HooksConfig, Runtim
 from rsrv.runtime import CompilePool, open_cache, open_device
 from rsrv.serve.loading import DigestWatch, Loader, LoadProgress, ProgramSource
 from rsrv.serve.registry import ModelState, Registry
+from rsrv.serve.residency.manager import Residency
+from rsrv.serve.residency.tensors import TensorPool
 from rsrv.serve.scheduler import Scheduler
 
 
@@ -28,17 +30,19 @@ class World:
         self.scheduler = Scheduler(self.device)
         self.progress = LoadProgress()
         source = ProgramSource(device=self.device, pool=self.pool, cache=cache, progress=self.progress)
-        self.loaders.append((self.scheduler, loader := Loader(
+        residency = Residency(self.device, self.scheduler, None, TensorPool(self.device))
+        self.loaders.append((self.scheduler, residency, loader := Loader(
             config=ServerConfig(model_dirs=[str(d) for d in dirs], endpoints=EndpointsConfig(grpc_port=0), **sections),
-            registry=self.registry, scheduler=self.scheduler, device=self.device, source=source, progress=self.progress,
-            stopping=self.stopping, on_phase=self.phases.append)))  # fmt: skip
+            registry=self.registry, scheduler=self.scheduler, residency=residency, source=source,
+            progress=self.progress, stopping=self.stopping, on_phase=self.phases.append)))  # fmt: skip
         loader.load_all()
         return {entry.name: entry for entry in self.registry.entries()}
 
     def close(self):
-        for scheduler, loader in self.loaders:
+        for scheduler, residency, loader in self.loaders:
             scheduler.stop()
-            loader.free()
+            loader.close()
+            residency.free()
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +137,7 @@ def test_hooks_in_processes_are_as_many_as_the_manifest_says_and_end_with_the_lo
         assert prepared.hooks.postprocess is None
     assert {name: len(processes.pids) for name, processes in found.items()} == {"two": 2, "default": 1}
     assert entries["default"].prepared.hook_timeout == 9
-    world.loaders[0][1].hooks.close()
+    world.loaders[0][2].hooks.close()
     assert all(not processes.pids for processes in found.values())
 
 
@@ -143,10 +147,10 @@ def test_a_model_that_fails_after_its_hooks_were_started_leaves_no_process(world
     started = []
 
     def no_weights(*_, **__):
-        started.extend(world.loaders[0][1].hooks._processes.values())
+        started.extend(world.loaders[0][2].hooks._processes.values())
         raise MemoryError
 
-    monkeypatch.setattr("rsrv.serve.loading.loader.load_weights", no_weights)
+    monkeypatch.setattr("rsrv.serve.residency.tensors.TensorPool.load", no_weights)
     assert world.load(tmp_path)["m"].reason.startswith("weights: ")
     assert len(started) == 1
     assert not started[0].pids

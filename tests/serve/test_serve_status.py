@@ -67,7 +67,8 @@ def test_the_document_has_every_field_of_its_description_and_no_other(url):
     MAPPINGS = ("requests", "by_batch_size", "errors", "dropped", "cost_seconds")
     described = {path for model in [WorkerStatus] for path in leaves(model, "")}
     # Objects that are null for a model that is not ready appear as leaves, too.
-    nullable = {"models[].error", "models[].programs", "models[].queue", "models[].counters", "models[].queue_wait_s"}
+    nullable = {f"models[].{name}" for name in ("error", "residency", "programs", "queue", "counters", "queue_wait_s")}
+    nullable.add("devices[].budget")
     assert paths(document) - nullable <= described
     assert {path.split("[]")[0].split(".")[0] for path in described} == {"server", "devices", "models"}
     assert document == json.loads(WorkerStatus.model_validate(document).model_dump_json())
@@ -98,7 +99,7 @@ def test_the_server_says_what_it_is_and_why_it_is_not_ready(url):
 def test_the_device_counts_the_weights_of_all_models(url):
     (device,) = WorkerStatus.model_validate(fetch_status(url)).devices
     assert (device.platform, device.device, device.weights_bytes) == ("fake", 0, 24)
-    assert device.in_use_bytes is None
+    assert (device.in_use_bytes, device.budget) == (None, None)
 
 
 def test_a_model_that_is_ready_shows_what_it_is_made_of(models):
@@ -108,6 +109,8 @@ def test_a_model_that_is_ready_shows_what_it_is_made_of(models):
     assert affine.directory.endswith("/affine")
     assert affine.hooks == ["preprocess"]
     assert affine.weight == 2.0
+    assert (affine.residency.floor, affine.residency.state, affine.residency.pinned) == ("unpinned", "resident", True)
+    assert (affine.residency.loads, affine.residency.host_copy, affine.residency.idle_s) == (0, False, None)
     assert affine.programs.batch_sizes == [1, 4, 8]
     assert affine.programs.shape_variants == [[]]
     assert affine.programs.max_batch_size == 4
@@ -119,6 +122,7 @@ def test_a_model_that_failed_says_why_and_has_no_numbers(models):
     assert (broken.state, broken.error.phase, broken.error.type) == ("failed", "digests", "DigestMismatch")
     assert broken.reason.startswith("digests: ")
     assert (broken.programs, broken.queue, broken.counters, broken.weights_bytes) == (None, None, None, None)
+    assert broken.residency is None
 
 
 def test_requests_show_up_in_the_numbers_of_their_model(server, url, models):

@@ -313,7 +313,7 @@ def test_http_can_be_off(repo):
 def test_metadata_has_only_the_extensions_that_exist(client):
     about = client.call("ServerMetadata")
     assert about.name == "rsrv"
-    assert list(about.extensions) == ["system_shared_memory", "model_configuration", "statistics"]
+    assert list(about.extensions) == ["system_shared_memory", "model_configuration", "statistics", "rsrv_control"]
 
 
 def test_models_are_described_in_wire_terms(client):
@@ -372,10 +372,10 @@ def test_there_are_no_regions_on_a_card_and_all_of_them_can_be_unregistered(clie
     assert not client.call("CudaSharedMemoryStatus").regions
 
 
-@pytest.mark.parametrize("method", ["ModelControlStatus", "SetModelResidency", "SetModelPolicy", "CompactMemory"])
-def test_the_control_service_is_unimplemented_until_it_exists(client, method):
+@pytest.mark.parametrize("method", ["GetSchedulingStatus", "Repack"])
+def test_a_worker_has_no_control_service_of_a_gateway(client, method):
     with pytest.raises(grpc.RpcError) as error:
-        client.channel.unary_unary(f"/reactant_control.ControlService/{method}")(b"", timeout=60)
+        client.channel.unary_unary(f"/reactant_control.GatewayControlService/{method}")(b"", timeout=60)
     assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -491,7 +491,8 @@ def test_shared_memory_can_be_off(repo):
     server = serve(config(repo, shm=ShmConfig(enabled=False)), blocking=False)
     try:
         with Client(server) as client:
-            assert list(client.call("ServerMetadata").extensions) == ["model_configuration", "statistics"]
+            extensions = list(client.call("ServerMetadata").extensions)
+            assert extensions == ["model_configuration", "statistics", "rsrv_control"]
             assert (
                 refused(client.call, "SystemSharedMemoryRegister", name="r", key="/r", byte_size=1)[0]
                 == "UNIMPLEMENTED"

@@ -16,9 +16,10 @@ from typing import Any
 import grpc
 import numpy as np
 
-from rsrv.protos import inference
+from rsrv.protos import control, inference
 
 SERVICE = "/inference.GRPCInferenceService/"
+CONTROL = "/reactant_control.ControlService/"
 
 
 def own_shared_memory() -> set[str]:
@@ -71,7 +72,8 @@ class StubServer(grpc.GenericRpcHandler):
         return f"localhost:{self._server.add_secure_port('127.0.0.1:0', credentials)}"
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        method = details.method.removeprefix(SERVICE)
+        messages: Any = control if details.method.startswith(CONTROL) else inference
+        method = details.method.rpartition("/")[2]
         handler = getattr(self, method, None)
         if handler is None:
             return None
@@ -81,7 +83,7 @@ class StubServer(grpc.GenericRpcHandler):
             self.calls.append(method)
             if method in self.refuse:
                 self.abort(context, *self.refuse[method])
-            message = getattr(inference, f"{method}Request").FromString(body)
+            message = getattr(messages, f"{method}Request").FromString(body)
             reply = handler(message, context)
             return reply if isinstance(reply, bytes) else reply.SerializeToString()
 
@@ -188,6 +190,45 @@ class StubServer(grpc.GenericRpcHandler):
             tensor.parameters["shared_memory_offset"].int64_param = offset
             tensor.parameters["shared_memory_byte_size"].int64_param = array.nbytes
         return answer if self.rewrite is None else self.rewrite(request, answer)
+
+    # --- control ------------------------------------------------------------------------------------------------
+
+    def ModelControlStatus(self, request, context):
+        answer = control.ModelControlStatusResponse(
+            residency_mode="externally_managed", discipline="fair", weight_cache_max_bytes=3 << 30
+        )
+        answer.models.add(
+            name="twice",
+            residency=control.PINNED_SYSTEM,
+            device_resident=True,
+            host_resident=True,
+            weight_nbytes=1536,
+            weight=2.5,
+            queue_depth=3,
+            total_compute_seconds=0.5,
+            requests_served=7,
+            dispatch_count=5,
+            max_batch_size=8,
+            batch_input_name="x",
+            batch_axis=1,
+            rows_served=20,
+        )
+        answer.models.add(name="cold", residency=9, weight_nbytes=64, weight=1.0)
+        return answer
+
+    def SetModelResidency(self, request, context):
+        self.requests.append(request)
+        if request.name != "twice":
+            self.abort(context, grpc.StatusCode.NOT_FOUND, f"unknown model {request.name!r}", "unknown_model")
+        return control.SetModelResidencyResponse(residency=request.target)
+
+    def SetModelPolicy(self, request, context):
+        self.requests.append(request)
+        return control.SetModelPolicyResponse()
+
+    def CompactMemory(self, request, context):
+        self.requests.append(request)
+        return control.CompactMemoryResponse(reloaded_models=len(request.reload_models), resident_bytes_after=1536)
 
     def _read(self, context: grpc.ServicerContext, window: tuple[str, int, int]) -> bytes:
         region, offset, size = window

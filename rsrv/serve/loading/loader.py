@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from rsrv.audit.signature import require_signature
 from rsrv.bundle.directory import Bundle, FoundBundle, discover, open_bundle
-from rsrv.bundle.safetensors import WeightsHeader, read_header
 from rsrv.core.errors import BundleError, HookError
 from rsrv.serve.loading.batching import program_jobs, require_choosable
 from rsrv.serve.loading.checks import prepare_checks
@@ -21,18 +20,19 @@ from rsrv.serve.loading.digests import read_programs
 from rsrv.serve.loading.hookfile import HookLoader, check_hooks
 from rsrv.serve.loading.programs import Found, Loaded, ProgramJob, ProgramSource
 from rsrv.serve.loading.steps import Steps
+from rsrv.serve.residency.setup import floor_of, scratch_of
+from rsrv.serve.residency.tensors import WeightsFile, open_weights
 from rsrv.serve.scheduler.model import ServableModel
-from rsrv.serve.weights import load_weights
 from rsrv.stablehlo.policy import Policy
 
 if TYPE_CHECKING:
     from rsrv.bundle.manifest import Manifest
     from rsrv.core.config import ServerConfig
-    from rsrv.runtime.device import Device, Executable
+    from rsrv.runtime.device import Executable
     from rsrv.serve.loading.progress import LoadProgress
     from rsrv.serve.registry import Registry
+    from rsrv.serve.residency.manager import Residency
     from rsrv.serve.scheduler import Scheduler
-    from rsrv.serve.weights import WeightSet
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Opened:
 
     found: FoundBundle
     bundle: Bundle
-    header: WeightsHeader
+    weights: WeightsFile
     jobs: list[ProgramJob]
     began: float
 
@@ -66,7 +66,7 @@ class Loader:
         config: ServerConfig,
         registry: Registry,
         scheduler: Scheduler,
-        device: Device,
+        residency: Residency,
         source: ProgramSource,
         progress: LoadProgress,
         stopping: threading.Event,
@@ -78,7 +78,7 @@ class Loader:
         self._config = config
         self._registry = registry
         self._scheduler = scheduler
-        self._device = device
+        self._residency = residency
         self._source = source
         self._progress = progress
         self._stopping = stopping
@@ -88,7 +88,6 @@ class Loader:
         self.hooks = HookLoader(config.hooks, processes=hook_processes, on_failed=self._fail_hooks)
         # Weights reach the device one model at a time.
         self._placing = threading.Lock()
-        self._placed: list[WeightSet] = []
         # Programs of one model compile side by side, as many as there are processes for it.
         self._compiles = ThreadPoolExecutor(config.runtime.compile_workers, thread_name_prefix="rsrv-compile")
 
@@ -109,13 +108,10 @@ class Loader:
             for _ in threads.map(self._finish_or_fail, opened):
                 pass
 
-    def free(self) -> None:
-        """Free all weights, once nothing runs any more."""
+    def close(self) -> None:
+        """End the processes of hooks, and what compiles."""
         self.hooks.close()
         self._compiles.shutdown(cancel_futures=True)
-        for weights in self._placed:
-            weights.free()
-        self._placed.clear()
 
     def _tell_progress(self) -> None:
         self._on_phase(str(self._progress.counts))
@@ -195,9 +191,9 @@ class Loader:
         with steps("weights"):
             if bundle.weights_path is None:
                 raise BundleError(f"bundle {name!r} has no weights.safetensors", file="weights.safetensors")
-            header = read_header(bundle.weights_path, column_major=manifest.column_major)
+            weights = open_weights(bundle.weights_path, column_major=manifest.column_major)
         jobs = program_jobs(manifest, programs, self._policy, chosen)
-        return Opened(found, bundle, header, jobs, began)
+        return Opened(found, bundle, weights, jobs, began)
 
     def _finish(self, opened: Opened, steps: Steps) -> None:
         """From an opened bundle to a model that serves."""
@@ -207,22 +203,23 @@ class Loader:
             # All programs are compared with manifest and weights before any is compiled.
             found = [self._source.find(job) for job in opened.jobs]
             for job, one in zip(opened.jobs, found, strict=True):
-                require_signature(manifest, job.variant, job.batch_key, one.report, opened.header)
+                require_signature(manifest, job.variant, job.batch_key, one.report, opened.weights.header)
         incarnation = self._registry.next_incarnation()
         with steps("hooks"):
             hooks, processes = self.hooks.load(bundle, incarnation, steps)
         with steps("compile"):
             loaded = self._load_programs(opened.jobs, found)
-        with steps("weights"), self._placing:
-            assert bundle.weights_path is not None
-            weights = load_weights(
-                self._device, bundle.weights_path, opened.header, map_weights=self._config.runtime.map_weights
-            )
-            self._placed.append(weights)
         settings = self._config.scheduler.models.get(name)
         executables: dict[tuple[int, ...], dict[int, Executable]] = {}
         for job, program in zip(opened.jobs, loaded, strict=True):
             executables.setdefault(job.variant, {})[job.batch_key] = program.executable
+        with steps("weights"), self._placing:
+            weights = self._residency.open(
+                name,
+                opened.weights,
+                floor=floor_of(self._config, name),
+                scratch_bytes=scratch_of(self._config, manifest, executables),
+            )
         model = ServableModel(
             name=name,
             incarnation=incarnation,

@@ -8,6 +8,8 @@ no request waits for them, and what they measure is replaced by the first run of
 that overlap another one; the scratch of one program comes on top. A card has one queue, so there they are launches of a
 stand-in that nobody else can name and whose share of the device is tiny: they wait behind the requests of every model,
 and no model waits for more than one of them.
+
+A model whose weights are not on the device is not measured: nobody's weights should go for it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rsrv.core.errors import RsrvError, ServerStopping, UnknownModel
+from rsrv.core.errors import NotResident, RsrvError, ServerStopping, UnknownModel
 from rsrv.serve.scheduler.plan import ANY_BATCH, Variant
 from rsrv.serve.scheduler.queue import Result
 
@@ -100,7 +102,7 @@ class Warmup:
     def _measure_programs(self, model: ServableModel, run: _Run) -> None:
         for variant, keys in model.batch_keys_by_variant.items():
             for key in keys:
-                if self._stopping.is_set():
+                if self._stopping.is_set() or not model.weights.resident:
                     return
                 try:
                     run(model, variant, key)
@@ -115,6 +117,8 @@ class Warmup:
 
     def _run_aside(self, model: ServableModel, variant: Variant, key: int) -> int:
         inputs, _ = _zeros(model, variant, key)
+        if not self._scheduler.hold(model.weights):
+            raise NotResident(f"the weights of model {model.name!r} left the device")
         began = time.monotonic_ns()
         buffers: list[Buffer] = []
         try:
@@ -123,6 +127,7 @@ class Warmup:
             self._device.launch(model.programs[variant][key], [*buffers, *model.weights.buffers]).result()
         finally:
             self._device.free(buffers)
+            self._scheduler.release(model.weights)
         return time.monotonic_ns() - began
 
     def _run_in_turn(self, stand_in: ServableModel, variant: Variant, key: int) -> int:

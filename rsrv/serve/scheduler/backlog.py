@@ -19,7 +19,7 @@ from rsrv.serve.scheduler.shares import Shares
 
 if TYPE_CHECKING:
     from rsrv.core.shm.tensor import Tensor
-    from rsrv.serve.scheduler.model import ServableModel
+    from rsrv.serve.scheduler.model import ServableModel, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +29,13 @@ _NEVER = 1 << 63
 class Backlog:
     """The queues of all scheduled models.
 
-    A queue with requests is *ready*, or *waits* for company when its model has a batching window.
+    A queue with requests is *ready*, or *waits* for company when its model has a batching window, or is *cold*: it was
+    chosen while its weights were not on the device, and is out of the choice until they are (`warm`).
 
     Attributes:
         dropped: requests that were found cancelled, expired or hopeless, for whoever settles them.
+        wanted, released: queues that have become cold, in the order in which they were chosen, and weights that are to
+            leave and that no batch uses any more; both for whoever moves weights.
         shares: the accounts of the fair discipline, kept under every discipline.
     """
 
@@ -40,10 +43,14 @@ class Backlog:
         self.policy = policy
         self.queues: dict[str, ModelQueue] = {}
         self.dropped: list[Dropped] = []
+        self.wanted: list[ModelQueue] = []
+        self.released: list[Weights] = []
         self._all_prepared = policy.fair_population == "prepared"
         self.shares = Shares(policy.ema_halflife_seconds, credit_idle=self._all_prepared, now_ns=now_ns)
         self._ready: dict[ModelQueue, None] = {}
         self._waiting: dict[ModelQueue, None] = {}
+        self._cold: dict[ModelQueue, None] = {}
+        self._preferred: dict[ModelQueue, None] = {}
         self._unplanned: dict[ModelQueue, None] = {}
         self._retries: deque[tuple[ModelQueue, Ticket]] = deque()
         self._cancelled: deque[Ticket] = deque()
@@ -60,6 +67,15 @@ class Backlog:
     def ripe_ns(self) -> int | None:
         """When the first batching window closes, None when none is open."""
         return min([queue.ripe_ns for queue in self._waiting]) if self._waiting else None
+
+    @property
+    def due_ns(self) -> int | None:
+        """When something is to be done without a request that comes: a batching window closes, or the deadline of one
+        whose weights are elsewhere passes."""
+        ripe_ns = self.ripe_ns
+        if not self._cold or self._expiry_ns == _NEVER:
+            return ripe_ns
+        return self._expiry_ns if ripe_ns is None else min(ripe_ns, self._expiry_ns)
 
     def add(self, model: ServableModel) -> ModelQueue:
         """Raises ValueError when the name is taken."""
@@ -143,7 +159,7 @@ class Backlog:
             self.shares.enter(queue)
         if queue.planned is None:
             self._unplanned[queue] = None
-        if queue in self._ready:
+        if queue in self._ready or queue in self._cold:
             return
         if queue.max_wait_ns and not self._hurried:
             queue.ripe_ns = queue.ripens()
@@ -169,18 +185,67 @@ class Backlog:
         if self._cancelled or now_ns >= self._expiry_ns:
             self._clear_out(now_ns)
         if self._retries:
-            queue, ticket = self._retries.popleft()
-            key = fitting_key(queue.model.batch_keys(ticket.variant), ticket.rows)
-            queue.in_flight += 1
-            return Batch(queue, [ticket], key, final=True, alone=True)
+            batch = self._retry_alone(now_ns)
+            if batch is not None:
+                return batch
         if self._waiting:
             self._open_ripe(now_ns)
+        while self._preferred:
+            queue = next(iter(self._preferred))
+            del self._preferred[queue]
+            if queue in self._ready and queue.model.weights.resident:
+                batch = self._batch(queue, now_ns, now_ns + busy_ns)
+                if batch is not None:
+                    return batch
         while self._ready:
             queue = self._choose()
+            if not queue.model.weights.resident:
+                self._park(queue)
+                continue
             batch = self._batch(queue, now_ns, now_ns + busy_ns)
             if batch is not None:
                 return batch
         return None
+
+    def _retry_alone(self, now_ns: int) -> Batch | None:
+        for queue, ticket in [*self._retries]:
+            if queue.model.weights.resident:
+                self._retries.remove((queue, ticket))
+                key = fitting_key(queue.model.batch_keys(ticket.variant), ticket.rows)
+                self._taken(queue)
+                return Batch(queue, [ticket], key, final=True, alone=True)
+            verdict = ticket.verdict(now_ns)
+            if verdict is None:
+                self._park(queue)
+            else:
+                self._retries.remove((queue, ticket))
+                self.dropped.append(verdict)
+        return None
+
+    def _park(self, queue: ModelQueue) -> None:
+        """The weights of `queue` are not on the device: it is cold until they are."""
+        self._ready.pop(queue, None)
+        if queue not in self._cold:
+            self._cold[queue] = None
+            self.wanted.append(queue)
+
+    def warm(self, queue: ModelQueue) -> None:
+        """The weights of `queue` have come, or will not: it takes part in the choice again."""
+        if queue in self._cold:
+            del self._cold[queue]
+            if queue.depth:
+                self._ready[queue] = self._unplanned[queue] = None
+
+    def prefer(self, queue: ModelQueue) -> None:
+        """One batch of `queue` goes before those of all others, whatever the discipline says."""
+        self._preferred[queue] = None
+        if queue in self._waiting:
+            del self._waiting[queue]
+            self._ready[queue] = None
+
+    def wants(self, queue: ModelQueue) -> bool:
+        """Whether anybody still waits for the weights of `queue`."""
+        return bool(queue.depth) or any(other is queue for other, _ in self._retries)
 
     def _choose(self) -> ModelQueue:
         ready = self._ready
@@ -223,7 +288,7 @@ class Backlog:
             return None
         tickets = queue.take(plan)
         # Counted first: a model stays in the population while its work is executing.
-        queue.in_flight += 1
+        self._taken(queue)
         self._left(queue, now_ns)
         return Batch(queue, tickets, plan.batch_key, final=plan.full)
 
@@ -268,7 +333,7 @@ class Backlog:
     def put_back(self, batch: Batch) -> None:
         """Undo `next`: the requests of `batch` stand at the front of their queue again, in order."""
         queue = batch.queue
-        queue.in_flight -= 1
+        self._ended(queue)
         if batch.alone:
             self._retries.appendleft((queue, batch.tickets[0]))
             return
@@ -285,7 +350,7 @@ class Backlog:
         """Take everything that waits, or what waits in one queue."""
         tickets = [ticket for queue, ticket in self._retries if only is None or queue is only]
         self._retries = deque((queue, ticket) for queue, ticket in self._retries if not (only is None or queue is only))
-        for queue in [*self._ready, *self._waiting] if only is None else [only]:
+        for queue in [*self._ready, *self._waiting, *self._cold] if only is None else [only]:
             tickets += queue.take_all()
             self._left(queue, now_ns)
         return tickets
@@ -302,7 +367,7 @@ class Backlog:
 
     def settled(self, queue: ModelQueue) -> None:
         """A batch of `queue` is no longer in flight."""
-        queue.in_flight -= 1
+        self._ended(queue)
         if not queue.in_flight and not queue.depth and not self._all_prepared:
             self.shares.leave(queue)
 
@@ -314,16 +379,32 @@ class Backlog:
 
     # --- small parts --------------------------------------------------------------------------------------------------
 
+    def _taken(self, queue: ModelQueue) -> None:
+        """A batch of `queue` is in flight, and its weights must stay."""
+        queue.in_flight += 1
+        queue.model.weights.uses += 1
+
+    def _ended(self, queue: ModelQueue) -> None:
+        queue.in_flight -= 1
+        self.release(queue.model.weights)
+
+    def release(self, weights: Weights) -> None:
+        """One user less."""
+        weights.uses -= 1
+        if weights.leaving and not weights.uses:
+            self.released.append(weights)
+
     def _left(self, queue: ModelQueue, now_ns: int) -> None:
         """Requests left `queue`."""
         if queue.depth:
             self._unplanned[queue] = None
-            if queue.max_wait_ns:
+            if queue.max_wait_ns and queue not in self._cold:
                 self._ready.pop(queue, None)
                 self._queued(queue, now_ns)
             return
         self._ready.pop(queue, None)
         self._waiting.pop(queue, None)
+        self._cold.pop(queue, None)
         self._unplanned.pop(queue, None)
         if not queue.in_flight and not self._all_prepared:
             self.shares.leave(queue)
@@ -341,12 +422,17 @@ class Backlog:
                 self._drop_for_good(ticket, now_ns)
         if now_ns < self._expiry_ns:
             return
-        for queue in [*self._ready, *self._waiting]:
+        for queue in [*self._ready, *self._waiting, *self._cold]:
             if queue.urgent_ns and queue.urgent_ns <= now_ns:
                 for ticket in queue.expired(now_ns):
                     self._drop_for_good(ticket, now_ns)
         self._expiry_ns = min(
-            [queue.urgent_ns for queues in (self._ready, self._waiting) for queue in queues if queue.urgent_ns],
+            [
+                queue.urgent_ns
+                for queues in (self._ready, self._waiting, self._cold)
+                for queue in queues
+                if queue.urgent_ns
+            ],
             default=_NEVER,
         )
 

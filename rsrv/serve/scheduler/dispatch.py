@@ -8,7 +8,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rsrv.core.errors import ModelUnloaded, ServerStopping
 from rsrv.core.staging import StagingPool
@@ -21,6 +21,7 @@ from rsrv.serve.scheduler.stats import BatchReport
 
 if TYPE_CHECKING:
     from rsrv.runtime.device import Device
+    from rsrv.serve.scheduler.model import Weights
     from rsrv.serve.scheduler.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,21 @@ threads cost as much as a tiny program, and there is no time to stage a look-ahe
 one after the other for about as long before their replies go out: every reply wakes a thread that wants the GIL."""
 
 
+class Mover(Protocol):
+    """Whoever brings weights to the device and takes them away; called on the dispatch thread, without the lock."""
+
+    def used(self, weights: Weights) -> None:
+        """A batch that uses `weights` is about to be staged."""
+        ...
+
+    def look(self, wanted: Sequence[ModelQueue], released: Sequence[Weights]) -> None:
+        """Queues became cold, weights that are leaving are no longer used, requests went away, or a command ran.
+
+        Must not block.
+        """
+        ...
+
+
 class Dispatcher:
     """The thread, and all state that it shares with those who submit.
 
@@ -38,6 +54,7 @@ class Dispatcher:
         lock: guards everything here, and launcher and backlog; held to enqueue, choose, hand over and count, never
             longer.
         pending: accepted requests that are not settled.
+        mover: None while all weights are resident for good.
     """
 
     def __init__(
@@ -53,6 +70,7 @@ class Dispatcher:
         self.launcher = Launcher(device, self.lock, clock, taken=self._wake_if_waiting, finished=self.wake)
         self.pool = StagingPool()
         self.pending = 0
+        self.mover: Mover | None = None
         self.drained: list[threading.Event] = []
         self._edf = policy.discipline == "edf"
         self._on_batch = on_batch
@@ -123,7 +141,7 @@ class Dispatcher:
             self.wake()
 
     def _wake_if_waiting(self) -> None:
-        if self.backlog.waiting:
+        if self.backlog.waiting or self.backlog.due_ns is not None:
             self.wake()
 
     # --- the dispatch thread ------------------------------------------------------------------------------------------
@@ -145,6 +163,8 @@ class Dispatcher:
         command: Callable[[], None] | None = None
         batch: Batch | None = None
         finished: list[Batch] = []
+        wanted: list[ModelQueue] = []
+        released: list[Weights] = []
         if self._unfilled and launcher.running is None:
             # Threads that are about to submit go first. Not a wait, and free when there are none; but with 8 clients of
             # a tiny model two looks make the batches twice as large, and the CPU per request a tenth smaller. Batches
@@ -163,16 +183,21 @@ class Dispatcher:
             dropped = backlog.dropped
             if dropped:
                 backlog.dropped = []
-            asleep = not (command or batch or finished or dropped or self._ran)
+            if backlog.wanted:
+                wanted, backlog.wanted = backlog.wanted, wanted
+            if backlog.released:
+                released, backlog.released = backlog.released, released
+            asleep = not (command or batch or finished or dropped or self._ran or wanted or released)
             if asleep:
                 if self._exit and launcher.running is None and launcher.staged is None:
                     self._threaded = False
                     launcher.stop()
                     return False
                 self._sleeping = True
-                ripe_ns = backlog.ripe_ns
+                # With a batch staged nothing is chosen before it is taken, which rings.
+                due_ns = None if launcher.staged is not None else backlog.due_ns
         if asleep:
-            self._sleep(ripe_ns)
+            self._sleep(due_ns)
         if command:
             command()
         if batch:
@@ -184,10 +209,12 @@ class Dispatcher:
             self._finish(batch)
         if dropped:
             self._drop(dropped)
+        if self.mover is not None and (wanted or released or dropped or command):
+            self.mover.look(wanted, released)
         return True
 
     def _sleep(self, until_ns: int | None) -> None:
-        """Sleep until somebody rings, or until a batching window closes."""
+        """Sleep until somebody rings, or until then."""
         if until_ns is None:
             self._bell.acquire()
             return
@@ -233,6 +260,8 @@ class Dispatcher:
         self._unfilled = not batch.final
         fastest_ns = queue.costs.fastest_ns(variant, key)
         batch.quick = fastest_ns is not None and fastest_ns < QUICK_NS
+        if self.mover is not None:
+            self.mover.used(queue.model.weights)
         if self._edf:
             batch.margin_ns = queue.costs.margin_ns(variant, key, self.clock())
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,8 +16,29 @@ from rsrv.serve.scheduler.plan import ANY_BATCH, Variant
 if TYPE_CHECKING:
     from rsrv.bundle.manifest import Manifest
     from rsrv.core.shm.tensor import Tensor
-    from rsrv.runtime.device import Executable
-    from rsrv.serve.weights import WeightSet
+    from rsrv.runtime.device import Buffer, Executable
+
+
+class Weights(Protocol):
+    """The weights of a model, wherever they are.
+
+    Attributes:
+        uses: batches that are staged, running or being answered, and others that hold them; the scheduler's lock
+            guards it.
+        resident: whether a batch may be made that uses them; the dispatch thread alone changes it.
+        leaving: they are to go once nobody uses them.
+    """
+
+    uses: int
+    resident: bool
+    leaving: bool
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """On the device, in argument order; they stay while `uses` is not 0."""
+        ...
 
 
 class InputShape(NamedTuple):
@@ -46,7 +67,7 @@ class ServableModel:
     incarnation: int
     manifest: Manifest
     programs: Mapping[Variant, Mapping[int, Executable]]
-    weights: WeightSet
+    weights: Weights
     max_batch_size: int | None = None
     _shapes: dict[tuple[Variant, int], tuple[InputShape, ...]] = field(default_factory=dict, init=False, repr=False)
 

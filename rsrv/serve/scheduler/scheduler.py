@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rsrv.core.errors import InvalidRequest, ServerStopping, UnknownModel
-from rsrv.serve.scheduler.dispatch import Dispatcher
+from rsrv.serve.scheduler.dispatch import Dispatcher, Mover
 from rsrv.serve.scheduler.oversize import Joined, pieces
 from rsrv.serve.scheduler.plan import Variant
 from rsrv.serve.scheduler.policy import Policy, require_max_batch_size, require_weight
@@ -19,7 +19,7 @@ from rsrv.serve.scheduler.watchdog import Stuck, Watchdog
 if TYPE_CHECKING:
     from rsrv.core.shm.tensor import Tensor
     from rsrv.runtime.device import Device
-    from rsrv.serve.scheduler.model import ServableModel
+    from rsrv.serve.scheduler.model import ServableModel, Weights
 
 
 class Scheduler:
@@ -142,6 +142,59 @@ class Scheduler:
             queue = self._queue(name)
             queue.costs.seed(variant, batch_key, round(seconds * 1e9), self._clock())
             self._backlog.replan(queue)
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def attach(self, mover: Mover) -> None:
+        """Let `mover` see to it that weights are on the device when a batch needs them; before `start`."""
+        self._dispatcher.mover = mover
+
+    def hold(self, weights: Weights) -> bool:
+        """Keep `weights` on the device until `release`; False when they are not there, or about to go."""
+        with self._lock:
+            if not weights.resident:
+                return False
+            weights.uses += 1
+            return True
+
+    def release(self, weights: Weights) -> None:
+        """Undo `hold`."""
+        with self._lock:
+            self._backlog.release(weights)
+            if self._backlog.released:
+                self._dispatcher.wake()
+
+    def expel(self, several: Sequence[Weights]) -> None:
+        """Make no batch any more that uses these weights; the mover is told when the last one that does has ended."""
+        with self._lock:
+            for weights in several:
+                weights.resident = False
+                weights.leaving = True
+
+    def command(self, command: Callable[[], None]) -> None:
+        """Have `command` run on the dispatch thread before its next dispatch; it must be quick."""
+        self._dispatcher.command(command)
+
+    def warm(self, queues: Sequence[ModelQueue]) -> None:
+        """The weights of these queues have come. On the dispatch thread."""
+        with self._lock:
+            for queue in queues:
+                self._backlog.warm(queue)
+
+    def prefer(self, queues: Sequence[ModelQueue]) -> None:
+        """Run one batch of each of these before anything else. On the dispatch thread."""
+        with self._lock:
+            for queue in queues:
+                self._backlog.prefer(queue)
+
+    def wants(self, queue: ModelQueue) -> bool:
+        """Whether requests of `queue` wait."""
+        with self._lock:
+            return self._backlog.wants(queue)
+
+    def refuse(self, queue: ModelQueue, error: BaseException) -> None:
+        """Settle all that waits in `queue` with `error`. On the dispatch thread."""
+        self._dispatcher.revoke(error, queue)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
