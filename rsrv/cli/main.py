@@ -7,7 +7,23 @@ from typing import Annotated
 
 import typer
 
-from rsrv.cli import bundle, cache, client, config, demo, env, errors, export, inspect, output, plan, serve, status
+from rsrv.cli import (
+    bundle,
+    cache,
+    client,
+    config,
+    ctl,
+    demo,
+    env,
+    errors,
+    export,
+    inspect,
+    output,
+    plan,
+    serve,
+    shm,
+    status,
+)
 
 app = typer.Typer(
     name="rsrv",
@@ -55,9 +71,11 @@ app.command()(serve.serve)
 app.command()(client.infer)
 app.command()(client.models)
 app.command()(status.status)
+app.add_typer(ctl.app, name="ctl")
 app.command()(plan.plan)
 app.add_typer(config.app, name="config")
 app.add_typer(cache.app, name="cache")
+app.add_typer(shm.app, name="shm")
 app.command()(env.env)
 
 

@@ -32,9 +32,25 @@ def plan(
         typer.Option("--target", help="What the memory belongs to: a card, or the host."),
     ] = "cuda",
     fraction: Annotated[
-        float, typer.Option("--weight-fraction", min=0, max=1, help="Most of the arena that weights may take.")
-    ] = 1.0,
-    wiggle: Annotated[float, typer.Option("--wiggle", min=0, max=0.99, help="Slack of a card's arena.")] = 0.1,
+        float | None,
+        typer.Option(
+            "--weight-fraction",
+            min=0,
+            max=1,
+            help="Most of the arena that weights may take. [default: runtime.weight_cache_fraction]",
+            show_default=False,
+        ),
+    ] = None,
+    wiggle: Annotated[
+        float | None,
+        typer.Option(
+            "--wiggle",
+            min=0,
+            max=0.99,
+            help="Slack of a card's arena. [default: runtime.weight_cache_wiggle_fraction]",
+            show_default=False,
+        ),
+    ] = None,
     as_json: output.JsonOption = False,
 ) -> None:
     """Show which models fit on a device, and which would have to be loaded on demand.

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rsrv.cli import output
+from rsrv.cli.ctl import whereabouts
 
 if TYPE_CHECKING:
-    from rsrv.core.status import ModelStatus, WorkerStatus
+    from rsrv.core.status import ModelStatus, WeightBudget, WorkerStatus
 
 DEFAULT_URL = "127.0.0.1:8002"
 COLUMNS = ("model", "state", "waiting", "served", "rows", "fill", "ms/run", "device", "wait p50", "wait p99", "dropped")
+RESIDENCY_COLUMNS = ("floor", "on", "weights", "loads", "evicted", "idle")
+"""After the others, where weights come and go."""
 Row = tuple[str, ...]
 
 
@@ -26,6 +30,7 @@ def status(
     """Show the state of a server and, for each model, what waits, what it served and what it costs.
 
     With --watch the counts are rates per second, and `device` is the share of the time that a model had the device.
+    Where weights come and go, `on` says which memory they are in, and `idle` for how long nothing has used them.
     With --json it is the document of GET /v1/status (docs/status.md), with --watch one line for each look.
 
     Example:
@@ -38,7 +43,7 @@ def status(
             output.json(_fetch_raw(url))
             return
         found = _fetch(url)
-        output.table(headline(found), COLUMNS, [model_row(model) for model in found.models])
+        output.table(*view(found))
         for model in found.models:
             if model.reason:
                 output.note(f"{model.name}: {model.reason}")
@@ -58,7 +63,7 @@ def _watch(url: str, interval: float) -> None:
             time.sleep(interval)
     before, looked = _fetch(url), time.monotonic()
     with output.refreshing() as show:
-        show(headline(before), COLUMNS, [model_row(model) for model in before.models])
+        show(*view(before))
         while True:
             time.sleep(interval)
             try:
@@ -66,10 +71,8 @@ def _watch(url: str, interval: float) -> None:
             except ServerUnreachable as error:
                 show(error.message, COLUMNS, [])
                 continue
-            earlier = {model.name: model for model in before.models}
             seconds = time.monotonic() - looked
-            rows = [model_row(model, earlier.get(model.name), seconds) for model in now.models]
-            show(headline(now), COLUMNS, rows)
+            show(*view(now, before, seconds))
             before, looked = now, looked + seconds
 
 
@@ -95,6 +98,20 @@ def _fetch(url: str) -> WorkerStatus:
         ) from None
 
 
+def view(
+    found: WorkerStatus, before: WorkerStatus | None = None, seconds: float = 0.0
+) -> tuple[str, Sequence[str], list[Row]]:
+    """Headline, columns and rows; rates where `before` is what was found `seconds` ago."""
+    budgeted = any(device.budget is not None for device in found.devices)
+    earlier = {model.name: model for model in before.models} if before is not None else {}
+    rows = []
+    for model in found.models:
+        past = earlier.get(model.name)
+        row = model_row(model, past, seconds)
+        rows.append((*row, *residency_row(model, past, seconds)) if budgeted else row)
+    return headline(found), (*COLUMNS, *RESIDENCY_COLUMNS) if budgeted else COLUMNS, rows
+
+
 def headline(found: WorkerStatus) -> str:
     """The server and its device in one line."""
     server = found.server
@@ -105,12 +122,18 @@ def headline(found: WorkerStatus) -> str:
         *(f"{device.platform} ({device.kind})" for device in found.devices),
         f"{sum(model.state == 'ready' for model in found.models)}/{len(found.models)} models",
         f"{server.inflight} of {server.limits.max_concurrent_requests} requests in flight",
+        *(_weights(device.budget) for device in found.devices if device.budget is not None),
     ]
     programs = server.programs
     done = programs.cache + programs.compiled + programs.shared
     if done < programs.total:
         words.append(f"compiled {done}/{programs.total}")
     return " · ".join(words)
+
+
+def _weights(budget: WeightBudget) -> str:
+    pinned = f", {output.size(budget.pinned_bytes)} pinned" if budget.pinned_bytes else ""
+    return f"weights {output.size(budget.resident_bytes)} of {output.size(budget.budget_bytes)}{pinned}"
 
 
 def _why(reason: str) -> str:
@@ -147,6 +170,26 @@ def model_row(model: ModelStatus, before: ModelStatus | None = None, seconds: fl
         f"{waits.p50 * 1e3:.1f} ms" if waits else "-",
         f"{waits.p99 * 1e3:.1f} ms" if waits else "-",
         rate(dropped),
+    )
+
+
+def residency_row(model: ModelStatus, before: ModelStatus | None = None, seconds: float = 0.0) -> Row:
+    """Where the weights are, and how often they moved: totals, or rates as in `model_row`."""
+    now = model.residency
+    if now is None or model.weights_bytes is None:
+        return ("-",) * len(RESIDENCY_COLUMNS)
+    past = before.residency if before is not None and before.incarnation == model.incarnation else None
+
+    def rate(count: int, earlier: int) -> str:
+        return f"{(count - earlier) / seconds:.1f}/s" if past is not None and seconds > 0 else str(count)
+
+    return (
+        now.floor,
+        now.state if now.state == "loading" else whereabouts(now.state == "resident", now.host_copy),
+        output.size(model.weights_bytes),
+        rate(now.loads, past.loads if past is not None else 0),
+        rate(now.evictions, past.evictions if past is not None else 0),
+        "-" if now.idle_s is None else duration(now.idle_s),
     )
 
 

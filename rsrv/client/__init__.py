@@ -8,11 +8,15 @@ from rsrv._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "CompactedMemory": ".control",
+        "Control": ".control",
+        "ControlStatus": ".control",
         "InferInput": ".tensors",
         "InferOutput": ".tensors",
         "InferResponse": ".tensors",
         "infer_sync": ".model",
         "KServeModel": ".model",
+        "ModelControl": ".control",
         "ModelCounts": ".server",
         "ModelEntry": ".server",
         "ModelMetadata": ".server",

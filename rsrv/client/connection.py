@@ -21,13 +21,21 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class Connection:
-    """Calls to one server. Thread safe; usable again in a forked child, which dials for itself.
+    """Calls to one service of a server. Thread safe; usable again in a forked child, which dials for itself.
 
-    A channel of the caller's is used as it is and never closed.
+    `service` is what stands before a method's name in its path. A channel of the caller's is used as it is and never
+    closed.
     """
 
-    def __init__(self, options: ChannelOptions, metadata: Metadata = (), channel: grpc.Channel | None = None) -> None:
+    def __init__(
+        self,
+        options: ChannelOptions,
+        metadata: Metadata = (),
+        channel: grpc.Channel | None = None,
+        service: str = SERVICE,
+    ) -> None:
         self.target = options.target
+        self._service = service
         self._options = options
         self._metadata = tuple(metadata)
         self._own = channel is None
@@ -38,7 +46,7 @@ class Connection:
         self._channel = channels.acquire(options) if channel is None else channel
 
     def call(self, method: str, body: bytes, timeout: float | None) -> bytes:
-        """Call `method` of the inference service with a serialized message; returns the serialized answer."""
+        """Call `method` of the service with a serialized message; returns the serialized answer."""
         try:
             return self._method(method)(body, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -80,7 +88,7 @@ class Connection:
                 if self._own:
                     self._channel = channels.acquire(self._options)
                 self._pid = os.getpid()
-            return self._methods.setdefault(method, self._channel.unary_unary(SERVICE + method, None, None))
+            return self._methods.setdefault(method, self._channel.unary_unary(self._service + method, None, None))
 
 
 def _log_failure(call: grpc.Future[bytes]) -> None:

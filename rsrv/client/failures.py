@@ -17,6 +17,8 @@ _BY_REASON: dict[str, type[RsrvError]] = {
         errors.ModelPreparing,
         errors.ModelFailed,
         errors.ModelUnloaded,
+        errors.NotResident,
+        errors.WeightsUnavailable,
         errors.QueueFull,
         errors.Shed,
         errors.ServerStopping,
@@ -28,6 +30,7 @@ _BY_REASON: dict[str, type[RsrvError]] = {
         errors.RegionLimit,
         errors.DeviceError,
         errors.DeviceOutOfMemory,
+        errors.ResidencyRefused,
         errors.Unimplemented,
     )
 }

@@ -21,6 +21,36 @@ COUNTERS = {
     "errors": {},
     "dropped": {"deadline": 2},
 }
+RESIDENCY = {
+    "floor": "system",
+    "state": "resident",
+    "host_copy": True,
+    "host_shared": False,
+    "pinned": False,
+    "loads": 7,
+    "evictions": 6,
+    "load_seconds": 0.1,
+    "uses_per_second": 2.0,
+    "idle_s": 90.0,
+}
+BUDGET = {
+    "arena_bytes": 4096,
+    "pool_bytes": 3072,
+    "scratch_bytes": 1024,
+    "pinned_bytes": 0,
+    "budget_bytes": 3072,
+    "resident_bytes": 2048,
+    "pending_bytes": 0,
+    "evictable_bytes": 2048,
+    "eviction": "lru",
+    "uses": 20,
+    "loads": 7,
+    "load_seconds": 0.7,
+    "evictions": {"room": 6},
+    "compactions": 0,
+    "lru_age_s": 90.0,
+    "bytes_for_99_percent_hits": None,
+}
 MODEL = {
     "name": "net",
     "state": "ready",
@@ -30,6 +60,7 @@ MODEL = {
     "directory": "/models/net",
     "modified": [],
     "weights_bytes": 24,
+    "residency": RESIDENCY,
     "hooks": [],
     "programs": {"batch_sizes": [8], "shape_variants": [[]], "max_batch_size": 8, "numerics": "auto"},
     "weight": 1.0,
@@ -45,7 +76,19 @@ LATE = {
     "name": "late",
     "state": "failed",
     "reason": "compile: it is no program",
-    **dict.fromkeys(("programs", "queue", "counters", "batch_fill", "queue_wait_s", "weight", "recent_seconds")),
+    **dict.fromkeys(
+        (
+            "programs",
+            "queue",
+            "counters",
+            "batch_fill",
+            "queue_wait_s",
+            "weight",
+            "recent_seconds",
+            "residency",
+            "weights_bytes",
+        )
+    ),
 }
 DOCUMENT = {
     "server": {
@@ -73,6 +116,7 @@ DOCUMENT = {
             "platform": "cpu",
             "kind": "cpu",
             "weights_bytes": 24,
+            "budget": None,
             "in_use_bytes": None,
             "peak_bytes": None,
             "limit_bytes": None,
@@ -125,6 +169,38 @@ def test_status_shows_the_server_and_a_line_for_each_model(capsys):
     assert late.split() == ["late", "failed", *["-"] * 9]
     assert " ".join(net.split()) == "net ready 3 10 30 75% 100.00 0.5 s 1.0 ms 4.0 ms 2"
     assert err == "late: compile: it is no program\n"
+
+
+def with_budget(*models, **changes):
+    (device,) = DOCUMENT["devices"]
+    return {**DOCUMENT, "devices": [{**device, "budget": {**BUDGET, **changes}}], "models": list(models)}
+
+
+def test_where_weights_come_and_go_status_shows_where_they_are(capsys):
+    cold = {**MODEL, "name": "cold", "residency": {**RESIDENCY, "state": "cold", "host_copy": False, "idle_s": None}}
+    with answering(body(with_budget(LATE, MODEL, cold))) as url:
+        assert main(["status", "--url", url]) == 0
+    title, header, late, net, cold = capsys.readouterr().out.splitlines()
+    assert title.endswith(" · weights 2.0 KiB of 3.0 KiB · compiled 2/3")
+    assert header.split()[-6:] == ["floor", "on", "weights", "loads", "evicted", "idle"]
+    assert late.split() == ["late", "failed", *["-"] * 15]
+    assert net.split()[-7:] == ["system", "device+host", "24", "B", "7", "6", "2m"]
+    assert cold.split()[-7:] == ["system", "file", "24", "B", "7", "6", "-"]
+
+
+def test_the_headline_tells_of_pinned_weights_when_there_are_any():
+    line = command.headline(WorkerStatus.model_validate(with_budget(pinned_bytes=512)))
+    assert "weights 2.0 KiB of 3.0 KiB, 512 B pinned" in line
+
+
+def test_loads_and_evictions_are_rates_between_two_looks():
+    later = {**MODEL, "residency": {**RESIDENCY, "state": "loading", "loads": 12, "evictions": 11, "idle_s": 0.2}}
+    before, now = (WorkerStatus.model_validate(with_budget(model)) for model in (MODEL, later))
+    _, columns, [row] = command.view(now, before, 2.0)
+    assert dict(zip(columns, row, strict=True))["on"] == "loading"
+    assert row[-3:] == ("2.5/s", "2.5/s", "0s")
+    again = now.models[0].model_copy(update={"incarnation": 2})
+    assert command.residency_row(again, before.models[0], 2.0)[-3:-1] == ("12", "11")
 
 
 def test_status_as_json_is_the_document_as_it_came(capsys):
