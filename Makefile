@@ -6,9 +6,11 @@ BIN    := $(VENV)/bin
 NEWEST := .venv-newest
 OLD_TRITON := .venv-tritonclient-2.50
 ZOO_ENV := .venv-zoo
+GPU_ENV := .venv-gpu
+GPU_PYTHON ?= $(GPU_ENV)/bin/python
 TEST_PROCESSES ?= 2
 
-.PHONY: demo test test-newest check lint format pytest examples protos docs bench soak zoo clean
+.PHONY: demo test test-newest test-gpu check lint format pytest examples protos docs bench soak zoo clean
 
 demo: $(VENV)/.serve ## export, check, serve and call a small model: the newcomer's first minute
 	$(BIN)/rsrv demo
@@ -27,6 +29,9 @@ pytest: $(VENV)/.dev $(VENV)/.weights $(OLD_TRITON)/.ready
 test-newest: $(NEWEST)/.ready ## the rooms that touch jax, on the newest one that pyproject.toml allows
 	$(NEWEST)/bin/python -c 'import sys, jax, jaxlib; print("Python", sys.version.split()[0], "jax", jax.__version__, "jaxlib", jaxlib.__version__)'
 	$(NEWEST)/bin/python -m pytest tests/stablehlo tests/runtime
+
+test-gpu: $(if $(filter $(GPU_ENV)/%,$(GPU_PYTHON)),$(GPU_ENV)/.ready) ## what a CUDA card has to prove, in five minutes at most; docs/gpu.md
+	RSRV_TEST_BACKEND=cuda timeout --signal INT --kill-after 30 300 $(GPU_PYTHON) -m pytest tests/gpu -W default -rA --junitxml=build/test-gpu.xml
 
 examples: $(VENV)/.dev ## export an example of each front end and validate the bundles, as CI of a model repository does
 	$(BIN)/rsrv export jax examples/models/flax_cnn.py:make --out build/models/flax_cnn --batch-sizes 1,8 --golden 3 --overwrite
@@ -78,6 +83,11 @@ $(ZOO_ENV)/.ready: pyproject.toml zoo/requirements.txt zoo/requirements-no-deps.
 	$(PYTHON) -m venv $(ZOO_ENV)
 	$(ZOO_ENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[serve,torch]' -r zoo/requirements.txt
 	$(ZOO_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r zoo/requirements-no-deps.txt
+	touch $@
+
+$(GPU_ENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(GPU_ENV)
+	$(GPU_ENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cuda]' 'pytest>=8.3' 'pytest-timeout>=2.3'
 	touch $@
 
 # From the newest jax on, Python 3.12 is needed. A new environment each time, so that pip looks for the newest again.

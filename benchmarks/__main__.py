@@ -8,12 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks import first_light, restart, scheduler, serving
+from benchmarks import first_light, residency, restart, scheduler, serving
 from benchmarks.load import pin
 from benchmarks.report import record, show, write
 from benchmarks.servers import DRIVER_CORE
 
-CASES = {**first_light.CASES, **scheduler.CASES, **restart.CASES, **serving.CASES}
+CASES = {**first_light.CASES, **scheduler.CASES, **restart.CASES, **serving.CASES, **residency.CASES}
 
 
 def main() -> int:

@@ -44,14 +44,13 @@ def direct_loop(bundle: Path, rows: int, threads: int) -> Iterator[Direct]:
 
 def main(path: str, rows: int, threads: int) -> None:
     from rsrv.bundle.directory import open_bundle
-    from rsrv.bundle.safetensors import read_header
     from rsrv.runtime import open_device
-    from rsrv.serve.weights import load_weights
+    from rsrv.serve.residency.tensors import TensorPool, open_weights
 
     bundle = open_bundle(Path(path))
     assert bundle.weights_path is not None
     device = open_device("cpu", cpu_threads=threads)
-    weights = load_weights(device, bundle.weights_path, read_header(bundle.weights_path))
+    weights = TensorPool(device).load(open_weights(bundle.weights_path))
     executable = device.compile(bundle.programs[()][rows].read_bytes())
     [kind] = executable.signature.arguments[:1]
     x = np.random.default_rng(0).standard_normal(kind.shape, np.float32)

@@ -229,18 +229,18 @@ def _import_seconds(what: str) -> float:
 
 def weights(*, short: bool) -> Iterator[Measurement]:
     """100 MB of weights onto the CPU device against a memcpy into fresh memory (page cache warm), and mapped."""
-    from rsrv.bundle.safetensors import read_header, write_weights
+    from rsrv.bundle.safetensors import write_weights
     from rsrv.runtime import open_device
-    from rsrv.serve.weights import load_weights
+    from rsrv.serve.residency.tensors import TensorPool, open_weights
 
     n_tensors, elements = 100, 262_144
     with TemporaryDirectory() as tmp:
         path = Path(tmp) / "weights.safetensors"
         rng = np.random.default_rng(0)
         write_weights(path, [(f"w{i}", rng.standard_normal(elements, np.float32)) for i in range(n_tensors)])
-        header = read_header(path)
+        file = open_weights(path)
         device = open_device("cpu")
-        source = np.fromfile(path, np.uint8)[header.data_offset :]
+        source = np.fromfile(path, np.uint8)[file.header.data_offset :]
         copy: list[float] = []
         read: list[float] = []
         mapped: list[float] = []
@@ -252,7 +252,7 @@ def weights(*, short: bool) -> Iterator[Measurement]:
             fresh.close()
             for results, map_weights in ((read, False), (mapped, True)):
                 started = time.perf_counter()
-                loaded = load_weights(device, path, header, map_weights=map_weights)
+                loaded = TensorPool(device, map_weights=map_weights).load(file)
                 results.append(time.perf_counter() - started)
                 loaded.free()
         device.close()

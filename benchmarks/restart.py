@@ -75,11 +75,12 @@ def profile(repo: str, cache: str) -> dict[str, float]:
     from rsrv.runtime import pjrt
     from rsrv.runtime.cache import ExecutableCache
     from rsrv.serve.loading import loader
+    from rsrv.serve.residency.tensors import TensorPool
 
     _timed(spent, pjrt.PjrtDevice, "__init__", "device_with_jax_s")
     _timed(spent, pjrt.PjrtCompiler, "load", "deserialise_s")
     _timed(spent, ExecutableCache, "load", "cache_read_s")
-    _timed(spent, loader, "load_weights", "weights_s")
+    _timed(spent, TensorPool, "load", "weights_s")
     _timed(spent, loader.Loader, "_open", "open_bundles_s")
     server = RunningServer(
         ServerConfig(model_dirs=[repo], cache_dir=cache, endpoints=EndpointsConfig(grpc_port=0, http_port=0))

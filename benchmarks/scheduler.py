@@ -8,7 +8,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from rsrv.runtime.fake import FakeDevice
 from rsrv.serve.scheduler import ModelPolicy, Policy, Result, Scheduler, ServableModel
 from rsrv.serve.scheduler.backlog import Backlog
 from rsrv.serve.scheduler.policy import Discipline
-from rsrv.serve.weights import WeightSet
 from rsrv.stablehlo.signature import ProgramSignature, tensor_type
 
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -142,7 +142,8 @@ def _model(device: FakeDevice, name: str, sizes: Sequence[int], seconds: float =
         executable_inputs=(TensorSpec("x", DType.F32, axes, "na", 0),),
         executable_outputs=(TensorSpec("y", DType.F32, axes, "na", 0),),
     )
-    return ServableModel(name, 1, manifest, {(): programs}, WeightSet((), 0, device))
+    weights: Any = SimpleNamespace(buffers=(), nbytes=0, uses=0, resident=True, leaving=False)
+    return ServableModel(name, 1, manifest, {(): programs}, weights)
 
 
 def _device_us(rows: int, n: int = 1000) -> float:

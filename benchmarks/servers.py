@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 SERVER_CORE = 0
 DRIVER_CORE = 1
@@ -55,7 +56,8 @@ def rsrv_server(
     command = [sys.executable, "-m", "rsrv", "serve", str(repo), "--grpc-port", "0", "--http-port", "0"]
     if core is not None and os.path.exists("/usr/bin/taskset"):
         command = ["taskset", "-c", str(core), *command]
-    log = (repo / ".server.log").open("w+")
+    # Several servers may serve one repository.
+    log = NamedTemporaryFile("w+", prefix=".server.", suffix=".log", dir=repo, delete=False)  # noqa: SIM115
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -94,6 +96,8 @@ def wait_ready(server: Server) -> None:
             with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/readyz", timeout=5):
                 return
         except (urllib.error.URLError, OSError) as error:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"not ready after {START_SECONDS} s: {error}") from error
+            ended = server.process.poll()
+            if ended is not None or time.monotonic() > deadline:
+                how = f"not ready after {START_SECONDS} s: {error}" if ended is None else f"ended with {ended}"
+                raise RuntimeError(f"rsrv serve {how}; its log ends with\n{server.log.read_text()[-4000:]}") from error
             time.sleep(0.05)

@@ -56,7 +56,8 @@ def paper_model(name: str, keys: Sequence[int]) -> ServableModel:
         executable_inputs=(TensorSpec("x", DType.F32, axes, "na", 0),),
         executable_outputs=(TensorSpec("y", DType.F32, axes, "na", 0),),
     )
-    return ServableModel(name, 1, manifest, {(): {key: program(key) for key in keys}}, None)  # type: ignore[arg-type]
+    weights: Any = SimpleNamespace(uses=0, resident=True, leaving=False)
+    return ServableModel(name, 1, manifest, {(): {key: program(key) for key in keys}}, weights)
 
 
 def simulate(

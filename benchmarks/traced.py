@@ -21,7 +21,7 @@ from benchmarks.servers import Server
 
 THREADS = ("rsrv-dispatch", "rsrv-device")
 SAMPLE_SECONDS = 0.005
-ELSEWHERE = ("rsrv/runtime/compile", "rsrv/runtime/cache", "rsrv/serve/loading", "rsrv/serve/weights", "rsrv/bundle")
+ELSEWHERE = ("rsrv/runtime/compile", "rsrv/runtime/cache", "rsrv/serve/loading", "rsrv/serve/residency", "rsrv/bundle")
 """Code that compiles, loads or reads files, where a dispatching thread has no business."""
 EVENTS = frozenset({"open", "import", "mmap.__new__", "subprocess.Popen", "os.listdir", "os.scandir", "ctypes.dlopen"})
 

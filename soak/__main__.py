@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="what the clients draw their requests from")
     parser.add_argument("--steady", type=int, default=2, help="client processes of 8 threads that live to the end")
     parser.add_argument("--mortal", type=int, default=2, help="client processes of 4 threads that are killed")
+    parser.add_argument("--small-budget", action="store_true", help="the device holds the largest model and no other")
     parser.add_argument("--json", type=Path, help="file for the record of the run")
     parser.add_argument("--log", type=Path, help="file for the server's log")
     arguments = parser.parse_args()
@@ -41,6 +42,7 @@ def main() -> int:
             steady=arguments.steady,
             mortal=arguments.mortal,
             say=say,
+            small_budget=arguments.small_budget,
         )
     show(record, Console())
     if arguments.log:

@@ -8,18 +8,20 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.load import INFER, open_channel
+from benchmarks.replay import CacheCounters
 from benchmarks.servers import Server, rsrv_server
 from rsrv.core.status import WorkerStatus
 from rsrv.core.wire import encode_request, join
 from soak.fleet import Clients
 from soak.models import models
+from soak.vandal import Vandal
 from soak.verdict import Check, judge
 from soak.vitals import Vitals, Watch, remove_shared_memory, shared_memory
 
@@ -38,6 +40,9 @@ ENVIRON = {
     "RSRV_WORKER_HOOKS_MAX_LOST": "1000000",
 }
 
+ARENA_BYTES = 64 << 20
+"""Of a soak with a small budget: much more than the scratch, so that the share for weights alone is what is small."""
+
 
 @dataclass
 class Record:
@@ -48,6 +53,8 @@ class Record:
         samples: its memory at work (seconds, bytes).
         started: requests that all clients sent, and of these what clients that lived to the end sent and finished.
         extra: requests that no client sent.
+        cache: what the weight cache did; None = the server had no budget.
+        vandal: who damaged weights files meanwhile; None = nobody.
         cut_off: requests that clients were killed in.
     """
 
@@ -62,6 +69,8 @@ class Record:
     problems: list[str] = field(default_factory=list)
     started: int = 0
     extra: int = 0
+    cache: CacheCounters | None = None
+    vandal: Vandal | None = None
     survivors_started: int = 0
     survivors_ended: int = 0
     cut_off: int = 0
@@ -86,6 +95,8 @@ class Record:
             "outcomes": dict(sorted(self.outcomes.items())),
             "models": dict(sorted(self.models.items())),
             "slowest_seconds": self.slowest,
+            "weight_cache": None if self.cache is None else asdict(self.cache),
+            "damaged": {} if self.vandal is None else dict(sorted(self.vandal.outcomes.items())),
             "before": self.before.summary(),
             "after": self.after.summary(),
             "rss_samples": [[round(t, 1), rss] for t, rss in self.samples],
@@ -93,15 +104,30 @@ class Record:
         }
 
 
-def soak(folder: Path, *, seconds: float, seed: int, steady: int, mortal: int, say: Callable[[str], None]) -> Record:
-    """Run clients against a server for `seconds`, after a warm-up of a fifth of that; `folder` has to be empty."""
+def soak(
+    folder: Path,
+    *,
+    seconds: float,
+    seed: int,
+    steady: int,
+    mortal: int,
+    say: Callable[[str], None],
+    small_budget: bool = False,
+) -> Record:
+    """Run clients against a server for `seconds`, after a warm-up of a fifth of that; `folder` has to be empty.
+
+    With a `small_budget` the device holds the weights of the largest model alone, or some of the others, and files of
+    weights are damaged after a third of the time.
+    """
     repo = folder / "models"
     repo.mkdir()
     for model in models().values():
         say(f"export {model.name}")
         model.write(repo)
     present = set(shared_memory())
-    with rsrv_server(repo, environ=ENVIRON, core=None) as server:
+    environ = ENVIRON | (_budget() if small_budget else {})
+    vandal = Vandal(repo) if small_budget else None
+    with rsrv_server(repo, environ=environ, core=None) as server:
         say(f"warm up: {seconds / 5:.0f} s")
         warm = Clients(server.target, seed, folder / "warm")
         warm.run(max(6.0, seconds / 5), steady=steady, mortal=mortal)
@@ -110,10 +136,20 @@ def soak(folder: Path, *, seconds: float, seed: int, steady: int, mortal: int, s
         say(f"soak: {seconds:.0f} s, seed {seed}")
         clients = Clients(server.target, seed + 1, folder / "work")
         with _watched(server.pid) as watch:
-            clients.run(seconds, steady=steady, mortal=mortal)
+            if vandal is not None:
+                vandal.start(server.target, after=seconds / 3)
+            try:
+                clients.run(seconds, steady=steady, mortal=mortal)
+            finally:
+                if vandal is not None:
+                    vandal.stop()
         say("rest")
         after = _at_rest(server, clients)
         record = Record(seconds, seed, before, after, watch.samples, _status(server), extra=extra)
+        if vandal is not None:
+            record.cache, record.vandal = CacheCounters.of(server), vandal
+            record.problems += vandal.problems
+            record.extra += vandal.requests
         server.process.terminate()
         record.exit_code = server.process.wait(60)
         record.log = server.log.read_text(errors="replace").splitlines()
@@ -125,6 +161,15 @@ def soak(folder: Path, *, seconds: float, seed: int, steady: int, mortal: int, s
     ]
     record.checks = judge(record)
     return record
+
+
+def _budget() -> dict[str, str]:
+    largest = max(sum(array.nbytes for array in model.weights.values()) for model in models().values())
+    return {
+        "RSRV_WORKER_RUNTIME_DEVICE_MEMORY_BYTES": str(ARENA_BYTES),
+        # Rounded up, so that the budget is not a byte below the largest model.
+        "RSRV_WORKER_RUNTIME_WEIGHT_CACHE_FRACTION": repr((largest + 1) / ARENA_BYTES),
+    }
 
 
 def _add(record: Record, clients: Clients) -> None:

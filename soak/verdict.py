@@ -88,6 +88,17 @@ def _checks(record: Record) -> Iterator[Check]:
         after.children == before.children,
         f"{before.children} to {after.children}",
     )
+    if record.cache is not None:
+        cache = record.cache
+        yield Check(
+            "weights came and went within the budget",
+            cache.evictions > 0 and cache.resident <= cache.budget,
+            f"{cache.loads} loads in {cache.load_seconds:.1f} s, {cache.evictions} evictions; "
+            f"{cache.resident} of {cache.budget} bytes resident",
+        )
+    if record.vandal is not None:
+        missed = record.vandal.unnoticed
+        yield Check("lost weights were noticed", not missed, ", ".join(missed) or "all of them")
     left = record.left_in_shared_memory
     yield Check("nothing is left in /dev/shm", not left, ", ".join(left) or "nothing")
     yield Check("SIGTERM ends the server with 0", record.exit_code == 0, str(record.exit_code))

@@ -12,8 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_server_under_random_hostile_and_dying_clients_answers_rightly_and_comes_to_rest(tmp_path):
-    command = [sys.executable, "-m", "soak", "--seconds", "30", "--json", str(tmp_path / "soak.json")]
+@pytest.mark.parametrize("more", [(), ("--small-budget",)], ids=["all-resident", "small-budget"])
+def test_a_server_under_random_hostile_and_dying_clients_answers_rightly_and_comes_to_rest(more, tmp_path):
+    command = [sys.executable, "-m", "soak", "--seconds", "30", "--json", str(tmp_path / "soak.json"), *more]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
     record = json.loads((tmp_path / "soak.json").read_text())
