@@ -46,7 +46,7 @@ class NodeFile(Section):
     workers: Annotated[list[WorkerEntry], Field(min_length=1)]
     """The workers, each with its `name` and what differs from `global`."""
     models: dict[Name, Annotated[list[Name], Field(min_length=1)]] | None = None
-    """Models whose `residency` is `device` where it is not set, and on which workers. It never limits what is loaded."""
+    """Models whose `residency` is `device` unless it is set, and on which workers. It limits nothing that is loaded."""
 
 
 class WorkerBlock(dict[str, Any]):
