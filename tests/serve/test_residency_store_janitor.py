@@ -30,13 +30,14 @@ def acquired(shm, name, value=1):
 
 
 def left(shm, name, value=1):
-    """A complete region that nobody holds. Its name."""
+    """A complete region that nobody holds, and its lock file. Its name."""
     before = set(os.listdir(shm))
     copy = acquired(shm, name, value)
     [path] = [shm / new for new in set(os.listdir(shm)) - before if not new.endswith(".lock")]
     data = path.read_bytes()
     copy.release()
     path.write_bytes(data)
+    RegionLock(path.with_name(f"{path.name}.lock"), 0o660).close()
     return path.name
 
 
@@ -78,7 +79,7 @@ def test_a_region_that_somebody_creates_at_this_moment_stays(shm):
 
 
 def test_lock_files_without_a_region_go_without_a_word(shm):
-    acquired(shm, "m").release()
+    (shm / left(shm, "m")).unlink()
     assert len(os.listdir(shm)) == 1
     assert sweep_unheld(shm) == []
     assert os.listdir(shm) == []

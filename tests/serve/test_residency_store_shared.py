@@ -81,7 +81,7 @@ def assert_right(copy, scale=1):
 
 
 def leave_behind(shm, file, name="m", **changes):
-    """A region as a crash leaves it: nobody holds it. Its path."""
+    """A region and its lock file as a crash leaves them: nobody holds them. The path of the region."""
     before = regions(shm)
     copy, _ = acquired(shm, file, name)
     [new] = set(regions(shm)) - set(before)
@@ -92,6 +92,7 @@ def leave_behind(shm, file, name="m", **changes):
         data[offset : offset + len(value)] = value
     path.write_bytes(data[: changes.get("length")])
     path.chmod(changes.get("mode", 0o440))
+    RegionLock(path.with_name(path.name + ".lock"), 0o660).close()
     return path
 
 
@@ -124,14 +125,18 @@ def test_a_region_says_what_it_is(shm, file):
     copy.release()
 
 
-def test_the_last_holder_removes_the_region_and_leaves_the_lock_file(shm, file):
+def test_the_last_holder_removes_the_region_and_its_lock_file(shm, file):
     first, second = acquired(shm, file)[0], acquired(shm, file)[0]
     path = region(shm)
     first.release()
     assert path.exists()
     second.release()
     second.release()
-    assert [entry.name for entry in shm.iterdir()] == [path.name + ".lock"]
+    assert [*shm.iterdir()] == []
+    third, _ = acquired(shm, file)
+    assert region(shm) == path
+    third.release()
+    assert [*shm.iterdir()] == []
 
 
 def test_permissions_are_exactly_the_wanted_ones_whatever_the_umask_is(shm, file):

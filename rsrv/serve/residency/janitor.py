@@ -80,7 +80,7 @@ def sweep_versions(directory: Path, model: str, keep: int, *, mode: int) -> list
 
     Args:
         keep: digest of the version that stays.
-        mode: permissions of a lock file that is missing. Lock files stay.
+        mode: permissions of a lock file that is missing. Lock files stay, as somebody may be about to take them.
     """
     removed: list[str] = []
     wanted = model.encode()

@@ -338,6 +338,9 @@ def _release(path: Path, lock: RegionLock, mode: int) -> None:
         if lock.exclude():
             if lock.is_current():
                 remove_region(path)
+                # Whoever has it open looks whether it still is at its path, once it has the lock.
+                with contextlib.suppress(OSError):  # another user's, in a sticky directory: it holds no bytes
+                    lock.path.unlink()
         elif mode & (stat.S_IWGRP | stat.S_IWOTH):
             hand_over(path, mode)
     except OSError as error:
