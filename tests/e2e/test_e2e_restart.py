@@ -183,5 +183,6 @@ def test_readyz_and_the_log_count_programs(repo, cache_dir):
         status, body = server.http("/readyz")
         assert status == 200
         assert json.loads(body)["progress"]["programs"] == 5
+        server.wait_settled()  # ready comes before the last line of the start
         assert server.stop() == 0
         assert "programs='compiled 5/5'" in server.log
