@@ -3,29 +3,13 @@
 import logging
 import os
 
-import pytest
-from residency_support import NBYTES, Gate, Site, affine, in_background
+from residency_support import NBYTES, Gate, affine, in_background
 
 from rsrv.core.errors import WeightsUnavailable
-from rsrv.serve.scheduler import dispatch
 from rsrv.serve.scheduler.policy import Policy
 
 SECOND = 10**9
 EDF = Policy(discipline="edf")
-
-
-@pytest.fixture
-def site(tmp_path, monkeypatch):
-    sites = []
-    monkeypatch.setattr(dispatch, "QUICK_NS", 0)
-
-    def make(models, **options):
-        sites.append(Site(tmp_path, round(models * NBYTES), **options))
-        return sites[-1]
-
-    yield make
-    for each in sites:
-        each.close()
 
 
 def saturated(here):

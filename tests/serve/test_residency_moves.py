@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from residency_support import NBYTES, Device, Gate, Site, affine, in_background
+from residency_support import NBYTES, Device, Gate, affine, in_background
 
 from rsrv.core.errors import (
     Cancelled,
@@ -15,33 +15,7 @@ from rsrv.core.errors import (
     WeightsUnavailable,
 )
 from rsrv.serve.residency.floors import Floor
-from rsrv.serve.scheduler import dispatch
 from rsrv.serve.scheduler.policy import ModelPolicy, Policy
-
-
-@pytest.fixture
-def site(tmp_path, monkeypatch):
-    """Makes sites, with a budget in models, and closes them."""
-    sites = []
-    # A gate in a quick program would hold the dispatch thread.
-    monkeypatch.setattr(dispatch, "QUICK_NS", 0)
-
-    def make(budget=10, **options):
-        sites.append(Site(tmp_path, round(budget * NBYTES), **options))
-        return sites[-1]
-
-    yield make
-    for each in sites:
-        each.close()
-
-
-@pytest.fixture(params=[True, False], ids=["unified", "card"])
-def either(site, request):
-    def make(budget=10, **options):
-        return site(budget, unified=request.param, **options)
-
-    return make
-
 
 # --- loads and evictions ----------------------------------------------------------------------------------------------
 

@@ -18,32 +18,6 @@ from rsrv.serve.residency.floors import Floor
 from rsrv.serve.residency.manager import Compacted
 from rsrv.serve.residency.tensors import open_weights
 from rsrv.serve.residency.times import LoadTimes
-from rsrv.serve.scheduler import dispatch
-
-
-@pytest.fixture
-def site(tmp_path, monkeypatch):
-    """Makes sites, with a budget in models, and closes them."""
-    sites = []
-    # A gate in a quick program would hold the dispatch thread.
-    monkeypatch.setattr(dispatch, "QUICK_NS", 0)
-
-    def make(budget=10, **options):
-        sites.append(Site(tmp_path, round(budget * NBYTES), **options))
-        return sites[-1]
-
-    yield make
-    for each in sites:
-        each.close()
-
-
-@pytest.fixture(params=[True, False], ids=["unified", "card"])
-def either(site, request):
-    def make(budget=10, **options):
-        return site(budget, unified=request.param, **options)
-
-    return make
-
 
 # --- compaction -------------------------------------------------------------------------------------------------------
 

@@ -2,23 +2,9 @@
 
 import logging
 
-import pytest
-from residency_support import NBYTES, Site
+from residency_support import NBYTES
 
 from rsrv.serve.residency.floors import Floor
-
-
-@pytest.fixture
-def site(tmp_path):
-    sites = []
-
-    def make(models):
-        sites.append(Site(tmp_path, round(models * NBYTES)))
-        return sites[-1]
-
-    yield make
-    for each in sites:
-        each.close()
 
 
 def reported(here, caplog):

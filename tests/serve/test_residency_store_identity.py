@@ -4,46 +4,11 @@ import dataclasses
 import os
 import time
 
-import numpy as np
 import pytest
-from support.weight_files import Filler, source
+from store_support import acquired, assert_right, regions, written
+from support.weight_files import source
 
-from rsrv.bundle.safetensors import write_weights
 from rsrv.serve.residency.shared_store import SharedWeightStore
-
-TENSORS = {"b": np.arange(7, dtype=np.float32), "w": np.arange(64, dtype=np.float32).reshape(4, 16)}
-
-
-@pytest.fixture
-def shm(tmp_path):
-    directory = tmp_path / "shm"
-    directory.mkdir()
-    return directory
-
-
-@pytest.fixture
-def file(tmp_path):
-    return written(tmp_path / "w.safetensors")
-
-
-def written(path, scale=1):
-    write_weights(path, [(name, value * np.float32(scale)) for name, value in TENSORS.items()])
-    return source(path)
-
-
-def acquired(shm, file, name="m", **options):
-    """A copy from a store of its own, and how often it was filled."""
-    fill = Filler(file, **options)
-    return SharedWeightStore(0o660, shm).acquire(name, file, fill), fill.calls
-
-
-def regions(shm):
-    return [path.name for path in shm.iterdir() if not path.name.endswith(".lock")]
-
-
-def assert_right(copy, scale=1):
-    for array, wanted in zip(copy.arrays, TENSORS.values(), strict=True):
-        np.testing.assert_array_equal(array, wanted * np.float32(scale))
 
 
 def test_a_new_version_of_the_file_never_uses_the_region_of_the_old_one(shm, tmp_path, file):

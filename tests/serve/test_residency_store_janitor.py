@@ -15,13 +15,6 @@ from rsrv.serve.residency.regions import RegionLock
 from rsrv.serve.residency.shared_store import SharedWeightStore
 
 
-@pytest.fixture
-def shm(tmp_path):
-    directory = tmp_path / "shm"
-    directory.mkdir()
-    return directory
-
-
 def acquired(shm, name, value=1):
     path = shm.parent / name
     write_weights(path, [("w", np.full(100, value, np.float32))])

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from store_support import regions
 from support.weight_files import Filler, holders, source
 
 from rsrv.bundle.safetensors import write_weights
@@ -19,20 +20,9 @@ SUMS = [float(value.sum()) for value in TENSORS.values()]
 
 
 @pytest.fixture
-def shm(tmp_path):
-    directory = tmp_path / "shm"
-    directory.mkdir()
-    return directory
-
-
-@pytest.fixture
 def path(tmp_path):
     write_weights(tmp_path / "w.safetensors", list(TENSORS.items()))
     return tmp_path / "w.safetensors"
-
-
-def regions(shm):
-    return [entry.name for entry in shm.iterdir() if not entry.name.endswith(".lock")]
 
 
 def test_of_workers_that_race_one_fills_the_region_and_the_last_one_removes_it(shm, path):

@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+from store_support import TENSORS, acquired, assert_right, region, regions, written
 from support.weight_files import Filler, source
 
 from rsrv.bundle.safetensors import write_weights
@@ -22,45 +23,6 @@ from rsrv.serve.residency.regions import RegionHeader, RegionLock, digest_of
 from rsrv.serve.residency.shared_store import SharedWeightStore, patience_seconds
 
 WAIT_SECONDS = 60
-TENSORS = {
-    "b": np.arange(7, dtype=np.float32),
-    "w": np.arange(64, dtype=np.float32).reshape(4, 16),
-    "empty": np.zeros((0, 3), np.int8),
-    "flag": np.array([True, False, True]),
-}
-
-
-@pytest.fixture
-def shm(tmp_path):
-    directory = tmp_path / "shm"
-    directory.mkdir()
-    return directory
-
-
-@pytest.fixture
-def file(tmp_path):
-    return written(tmp_path / "w.safetensors")
-
-
-def written(path, scale=1):
-    write_weights(path, [(name, value * np.asarray(scale, value.dtype)) for name, value in TENSORS.items()])
-    return source(path)
-
-
-def acquired(shm, file, name="m", mode=0o660, **options):
-    """A copy from a store of its own, and how often it was filled."""
-    fill = Filler(file, **options)
-    copy = SharedWeightStore(mode, shm).acquire(name, file, fill)
-    return copy, fill.calls
-
-
-def regions(shm):
-    return sorted(path.name for path in shm.iterdir() if not path.name.endswith(".lock"))
-
-
-def region(shm):
-    [name] = regions(shm)
-    return shm / name
 
 
 def header_of(path):
@@ -70,14 +32,6 @@ def header_of(path):
 
 def mode_of(path):
     return stat.S_IMODE(path.stat().st_mode)
-
-
-def assert_right(copy, scale=1):
-    for array, wanted in zip(copy.arrays, TENSORS.values(), strict=True):
-        np.testing.assert_array_equal(array, wanted * np.asarray(scale, wanted.dtype))
-        assert array.dtype == wanted.dtype
-        assert not array.flags.writeable
-        assert not array.size or array.ctypes.data % 64 == 0
 
 
 def leave_behind(shm, file, name="m", **changes):
