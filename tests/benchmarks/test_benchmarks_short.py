@@ -26,7 +26,8 @@ def test_every_case_of_the_short_run_yields_finite_numbers_and_a_json_file(tmp_p
     assert report["machine"]["packages"]["jaxlib"]
     measured = {m["name"]: m["value"] for m in report["measurements"]}
     assert len(measured) >= len(CASES)
-    assert all(math.isfinite(value) and value >= 0 for value in measured.values())
+    # A difference of two measurements, of memory say, may be below zero in so short a run.
+    assert {name: value for name, value in measured.items() if not math.isfinite(value)} == {}
 
 
 def test_an_unknown_case_is_a_usage_error():
