@@ -54,6 +54,9 @@ _HTTP_STATUS = {
 REASON_METADATA_KEY = "rsrv-reason"
 """Trailing metadata key that carries `RsrvError.reason` on gRPC answers."""
 
+SELECTED_METADATA_KEY = "rsrv-selected"
+"""Trailing metadata key that carries `ExpectedMismatch.selected` on gRPC answers."""
+
 
 class RsrvError(Exception):
     """Base of all errors of rsrv.
@@ -132,6 +135,24 @@ class ResidencyRefused(RsrvError):
     code, reason = Code.FAILED_PRECONDITION, "residency"
 
 
+class AdmissionClosed(RsrvError):
+    """The gate of the model is closed: it is being drained, or was."""
+
+    code, reason = Code.UNAVAILABLE, "admission_closed"
+
+
+class HeldFull(RsrvError):
+    """As many requests, admin calls and event streams wait already as may."""
+
+    code, reason = Code.RESOURCE_EXHAUSTED, "held_full"
+
+
+class Removing(RsrvError):
+    """The model is being removed, and the request waited for it."""
+
+    code, reason = Code.NOT_FOUND, "removing"
+
+
 class QueueFull(RsrvError):
     code, reason = Code.RESOURCE_EXHAUSTED, "queue_full"
 
@@ -191,8 +212,65 @@ class DeviceOutOfMemory(DeviceError):
     code, reason = Code.RESOURCE_EXHAUSTED, "device_oom"
 
 
+class DeviceLost(DeviceError):
+    """The device, or this process's hold on it, is gone: nothing runs on it any more before a restart."""
+
+    code, reason = Code.UNAVAILABLE, "device_lost"
+
+
 class Unimplemented(RsrvError):
     code, reason = Code.UNIMPLEMENTED, "unimplemented"
+
+
+# --- administration -----------------------------------------------------------------------------------------------
+
+
+class WrongState(RsrvError):
+    """The model, or the server, is not in a state that allows the operation; the reason says which it is."""
+
+    code, reason = Code.FAILED_PRECONDITION, "wrong_state"
+
+
+class NameTaken(RsrvError):
+    code, reason = Code.ALREADY_EXISTS, "name_taken"
+
+
+class IncarnationChanged(RsrvError):
+    """A compare-and-set failed: the name belongs to another incarnation now."""
+
+    code, reason = Code.ABORTED, "incarnation_changed"
+
+
+class ExpectedMismatch(RsrvError):
+    """A compare-and-set failed: another program set is selected. `selected` is which."""
+
+    code, reason = Code.ABORTED, "expected_mismatch"
+
+    def __init__(self, message: str, *, selected: int) -> None:
+        super().__init__(message)
+        self.selected = selected
+
+
+class CapacityFull(RsrvError):
+    """A bound of the administration is reached; the reason says which (`model_capacity`, `program_capacity`)."""
+
+    code, reason = Code.RESOURCE_EXHAUSTED, "capacity"
+
+
+class WaitTimeout(RsrvError):
+    """What an admin call waits for did not happen in time."""
+
+    code, reason = Code.DEADLINE_EXCEEDED, "wait_timeout"
+
+
+class Unauthenticated(RsrvError):
+    code, reason = Code.UNAUTHENTICATED, "unauthenticated"
+
+
+class ForeignOrigin(RsrvError):
+    """An administrative call that a web page of another origin may have sent from the user's own browser."""
+
+    code, reason = Code.PERMISSION_DENIED, "foreign_origin"
 
 
 # --- bundles and programs -----------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,13 +19,16 @@ class StagingPool:
 
     A block stays out of the pool from `acquire` until its owner releases it, so whoever hands it to a device releases
     it only when the device is done. At most `max_idle_bytes` are kept; beyond that the blocks idle for longest go.
+    `clock` gives monotonic nanoseconds.
     """
 
-    def __init__(self, max_idle_bytes: int = 256 << 20) -> None:
+    def __init__(self, max_idle_bytes: int = 256 << 20, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._max_idle_bytes = max_idle_bytes
+        self._clock = clock
         self._lock = threading.Lock()
         self._lent: dict[int, np.ndarray] = {}
-        self._idle: OrderedDict[int, np.ndarray] = OrderedDict()  # by address, the longest idle first
+        # By address, the longest idle first; each with the time at which it came back.
+        self._idle: OrderedDict[int, tuple[np.ndarray, int]] = OrderedDict()
         self._idle_by_size: dict[int, list[int]] = {}
         self._idle_bytes = 0
         self._closed = False
@@ -57,9 +62,22 @@ class StagingPool:
                 return
             while self._idle_bytes + whole.nbytes > self._max_idle_bytes:
                 self._take_idle(next(iter(self._idle)))
-            self._idle[address(whole)] = whole
+            self._idle[address(whole)] = whole, self._clock()
             self._idle_by_size.setdefault(whole.nbytes, []).append(address(whole))
             self._idle_bytes += whole.nbytes
+
+    def release_idle(self, seconds: float) -> int:
+        """Drop the blocks that nobody has used for so long; returns their bytes. Those that are lent are in use."""
+        freed = 0
+        with self._lock:
+            until_ns = self._clock() - round(seconds * 1e9)
+            while self._idle:
+                block_address, (block, since_ns) = next(iter(self._idle.items()))
+                if since_ns > until_ns:
+                    break
+                self._take_idle(block_address)
+                freed += block.nbytes
+        return freed
 
     @property
     def idle_bytes(self) -> int:
@@ -79,7 +97,7 @@ class StagingPool:
             self._idle_bytes = 0
 
     def _take_idle(self, block_address: int) -> np.ndarray:
-        block = self._idle.pop(block_address)
+        block, _ = self._idle.pop(block_address)
         self._idle_bytes -= block.nbytes
         addresses = self._idle_by_size[block.nbytes]
         addresses.remove(block_address)

@@ -47,6 +47,27 @@ class ServerLimits(_Part):
     """ModelInfer calls at a time."""
     max_queue_depth: int
     """Requests that wait for one model."""
+    held_requests: int
+    """Requests that wait outside of closed gates, admin calls that wait, and event streams."""
+    model_capacity: int
+    """Registered models, failed ones and those that are being removed included."""
+    program_capacity: int
+    """Program sets of one model."""
+    variant_overtakes: int
+    """How often requests of one shape may pass one of another shape."""
+
+
+class IdlePolicy(_Part):
+    """What is given back after nobody used it for so long, in milliseconds; 0 = never."""
+
+    parameter_ms: float
+    """Weights on the device."""
+    workspace_ms: float
+    """Staging buffers in host memory."""
+    host_ms: float
+    """Copies of weights in host memory, since they left the device."""
+    device_workspace: bool
+    """Whether scratch on the device is given back, too; false: it is part of the arena, which the process keeps."""
 
 
 class ServerStatus(_Part):
@@ -78,9 +99,12 @@ class ServerStatus(_Part):
     """`scheduler.discipline`."""
     numerics: NumericsStatus
     programs: LoadedPrograms
+    idle: IdlePolicy
     limits: ServerLimits
     inflight: int
     """ModelInfer calls being handled."""
+    held_requests: int
+    """ModelInfer calls that wait outside of a closed gate, or for a model that is being prepared."""
     shed: int
     """ModelInfer calls refused at the limit."""
 
@@ -95,13 +119,16 @@ class WeightBudget(_Part):
     scratch_bytes: int
     """What is kept free for one execution."""
     pinned_bytes: int
-    """Weights that are never evicted, there or on their way."""
+    """Weights of models whose floor keeps them there, or on their way; those that an operator pinned are counted in
+    `resident_bytes`, and not in `evictable_bytes`."""
     budget_bytes: int
     """What is left for weights that come and go."""
     resident_bytes: int
     """What those take now: those on their way to the device count, those on their way out do not."""
     pending_bytes: int
     """What of that has not arrived yet."""
+    releasing_bytes: int
+    """What left by the books, and is freed when the last execution that uses it has ended."""
     evictable_bytes: int
     """What of it could be freed now."""
     eviction: str
@@ -113,7 +140,9 @@ class WeightBudget(_Part):
     load_seconds: float
     """Seconds that those took."""
     evictions: dict[str, int]
-    """Evictions by reason: `room` for others, a smaller `budget`, `oom`, a change of the `floor`, `unload`."""
+    """Evictions by reason: `room` for others, a smaller `budget`, `oom`, a change of the `floor`, `unload`, `trim`."""
+    idle_reclaims: int
+    """How often weights were freed because nobody had used them for long; those are no evictions."""
     compactions: int
     """How often all weights that may be evicted were freed to merge holes."""
     lru_age_s: float | None
@@ -132,8 +161,8 @@ class DeviceStatus(_Part):
     kind: str
     """Model of the device."""
     weights_bytes: int
-    """Weights in its memory. What several models share counts once. Those on their way out still count, so it may be
-    above the budget's `resident_bytes` + `pinned_bytes` for a moment."""
+    """Weights in its memory (committed). What several models share counts once. Those on their way out still count, so
+    it may be above the budget's `resident_bytes` + `pinned_bytes` for a moment."""
     budget: WeightBudget | None
     """Null where all weights are on the device for good."""
     in_use_bytes: int | None
@@ -147,14 +176,27 @@ class DeviceStatus(_Part):
 
 
 class ModelError(_Part):
-    """Why a model is failed."""
+    """Why something that was done with a model failed."""
 
     phase: str
-    """In which step of its preparation."""
+    """In which step."""
     type: str
     """Name of the error."""
     message: str
     """Its text."""
+
+
+class AcceptedRequests(_Part):
+    """The requests that a model has accepted and not answered yet; a gate is drained when there are none."""
+
+    queued: int
+    """Those that wait for the device."""
+    executing: int
+    """Those in batches that are staged, running or being answered."""
+    hooks: int
+    """Those in hooks, and those being read or written."""
+    earlier: int
+    """Those that an earlier version of the model still has."""
 
 
 class ModelResidency(_Part):
@@ -169,7 +211,19 @@ class ModelResidency(_Part):
     host_shared: bool
     """Whether other workers may use the same copy."""
     pinned: bool
-    """Whether they are never evicted from the device."""
+    """Whether they are never evicted from the device, by their floor or by an operator."""
+    pinned_by_operator: bool
+    """Whether `rsrv ctl pin` says so. Weights that are not on the device remember it."""
+    committed_bytes: int
+    """Bytes that they take on the device now."""
+    releasing_bytes: int
+    """What of it is freed when the last execution that uses it has ended."""
+    host_bytes: int
+    """Bytes of the copy in host memory."""
+    operation: str
+    """What an operator's call does to them now: idle, waiting (for memory), activating or deactivating."""
+    operation_error: ModelError | None
+    """Why the last of those calls failed; null when it did not."""
     loads: int
     """How often they were loaded, pinned or not; 0 without a budget."""
     evictions: int
@@ -193,6 +247,12 @@ class ModelPrograms(_Part):
     """Most rows that requests are merged to; 0 = never merged."""
     numerics: str
     """What was done about the arithmetic of the programs."""
+    selected: int
+    """The program set that answers requests; 1 is the one that came with the bundle."""
+    retained: int
+    """Program sets that exist, pending and failed ones included."""
+    capacity: int
+    """How many there may be."""
 
 
 class ModelQueueStatus(_Part):
@@ -247,14 +307,25 @@ class ModelStatus(_Part):
 
     name: str
     """The model's name."""
+    kind: str | None
+    """model; null before its manifest was read."""
+    source: str
+    """Who registered it: startup, watcher or api."""
     state: str
-    """preparing, ready or failed."""
+    """Of its registration: registered, preparing, ready, failed, retiring or release_failed."""
+    admission: str
+    """Its gate: open, draining (what was accepted is still being answered), drained or removing."""
+    accepted: AcceptedRequests
+    phase: str
+    """What it does now: idle, queued, executing or loading (its weights are on their way to the device)."""
     reason: str
     """Why it does not answer; empty when it does."""
     error: ModelError | None
     """Set when it is failed."""
+    pending_error: ModelError | None
+    """Why the last reload failed; the version before it serves on, until its files change again."""
     incarnation: int
-    """Number of the load that serves it; 0 = none yet."""
+    """Number of the load that serves it; 0 = none yet. Every load and every reload of the process has its own."""
     directory: str
     """Its bundle."""
     modified: list[str]
@@ -278,9 +349,21 @@ class ModelStatus(_Part):
     """What a program is expected to take, by batch size (`8`), or by variant and batch size (`224x224/8`)."""
 
 
+class TombstoneStatus(_Part):
+    """A model that an operator removed while its directory is still there; it comes back when its files change."""
+
+    name: str
+    """The model's name."""
+    signature: str
+    """Of its files when it was removed."""
+    since: float
+    """When that was, in seconds since 1970."""
+
+
 class WorkerStatus(_Part):
     """The whole document."""
 
     server: ServerStatus
     devices: list[DeviceStatus]
     models: list[ModelStatus]
+    tombstones: list[TombstoneStatus]

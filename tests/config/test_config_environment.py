@@ -13,6 +13,8 @@ SAMPLES = {
     "models_include": ("a::b:", ["a", "b"]),
     "allow_unhooked": ("net", ["net"]),
     "model_control_mode": ("explicit", "explicit"),
+    "model_poll_seconds": ("2.5", 2.5),
+    "model_settle_seconds": ("0.5", 0.5),
     "cache_dir": ("/var/cache/rsrv", "/var/cache/rsrv"),
     "cache_max_bytes": ("1000000", 1000000),
     "startup.ready_when": ("any", "any"),
@@ -74,11 +76,22 @@ SAMPLES = {
     "endpoints.http_port": ("9002", 9002),
     "endpoints.max_concurrent_requests": ("8", 8),
     "endpoints.engine": ("grpcio", "grpcio"),
+    "endpoints.admin": ("off", False),
+    "endpoints.admin_token_file": ("/etc/rsrv/token", "/etc/rsrv/token"),
     "metrics.triton_compat": ("yes", True),
     "grpc.max_recv_msg_bytes": ("1000", 1000),
     "grpc.max_send_msg_bytes": ("2000", 2000),
     "shutdown.pause_seconds": ("0.5", 0.5),
     "shutdown.grace_seconds": ("10", 10.0),
+    "reload.policy": ("reject", "reject"),
+    "admission.hold": ("always", "always"),
+    "admission.held_requests": ("4", 4),
+    "admin.model_capacity": ("16", 16),
+    "admin.program_capacity": ("2", 2),
+    "admin.allow_external_dirs": ("yes", True),
+    "reclaim.parameter_idle_ms": ("1500", 1500.0),
+    "reclaim.workspace_idle_ms": ("0.5", 0.5),
+    "reclaim.host_idle_ms": ("60000", 60000.0),
 }
 
 
@@ -123,6 +136,14 @@ def test_words_for_false(text, raw):
 def test_words_for_nothing_turn_the_http_port_off(text, raw):
     environ = {"RSRV_WORKER_ENDPOINTS_HTTP_PORT": text}
     assert resolve(raw, environ=environ).config.endpoints.http_port is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("off", False), ("no", False), ("on", True), ("null", None), ("none", None)]
+)
+def test_off_is_false_where_a_key_is_true_or_false_or_unset(text, value, raw):
+    config = resolve(raw, environ={"RSRV_WORKER_ENDPOINTS_ADMIN": text}).config
+    assert config.endpoints.admin is value
 
 
 def test_ready_when_may_be_a_list_of_names(raw):

@@ -8,11 +8,14 @@ from pydantic import ValidationError
 from rsrv.core.config import EndpointsConfig, ServerConfig, json_schema, key_table, node_key_table
 from rsrv.core.config.keys import find_leaf, split_key, suggest_key
 from rsrv.core.config.resolution import values_of
+from rsrv.core.config.sections import AdmissionConfig
 
 DEFAULTS = {
     "models_include": [],
     "allow_unhooked": [],
-    "model_control_mode": "static",
+    "model_control_mode": "dynamic",
+    "model_poll_seconds": 15.0,
+    "model_settle_seconds": 1.0,
     "cache_dir": "",
     "cache_max_bytes": 8 << 30,
     "startup.ready_when": "all",
@@ -71,11 +74,22 @@ DEFAULTS = {
     "endpoints.http_port": 8002,
     "endpoints.max_concurrent_requests": 64,
     "endpoints.engine": "grpcio",
+    "endpoints.admin": None,
+    "endpoints.admin_token_file": None,
     "metrics.triton_compat": False,
     "grpc.max_recv_msg_bytes": 536870912,
     "grpc.max_send_msg_bytes": 536870912,
     "shutdown.pause_seconds": 0.0,
     "shutdown.grace_seconds": 30.0,
+    "reload.policy": "drain",
+    "admission.hold": "auto",
+    "admission.held_requests": None,
+    "admin.model_capacity": 1024,
+    "admin.program_capacity": 4,
+    "admin.allow_external_dirs": False,
+    "reclaim.parameter_idle_ms": 0.0,
+    "reclaim.workspace_idle_ms": 0.0,
+    "reclaim.host_idle_ms": 0.0,
 }
 
 OF_ONE_MODEL = {
@@ -94,7 +108,9 @@ ACCEPTED = [
     ("runtime.backend", ["auto", "cpu", "cuda", "fake"]),
     ("runtime.fake.seconds_per_row", [0, 0.5]),
     ("runtime.fake.memory_bytes", [1, None]),
-    ("model_control_mode", ["static", "explicit"]),
+    ("model_control_mode", ["static", "dynamic", "explicit"]),
+    ("model_poll_seconds", [0.05, 1]),
+    ("model_settle_seconds", [0.05, 1]),
     ("runtime.device_memory_bytes", [1, 80 << 30, None]),
     ("runtime.weight_cache_fraction", [0, 0.5, 1]),
     ("runtime.weight_cache_wiggle_fraction", [0, 0.99]),
@@ -125,17 +141,29 @@ ACCEPTED = [
     ("endpoints.grpc_port", [0, 1, 65535]),
     ("endpoints.http_port", [0, 1, 65535, None]),
     ("endpoints.max_concurrent_requests", [1]),
+    ("endpoints.admin", [True, False, None]),
+    ("endpoints.admin_token_file", ["/etc/rsrv/token", None]),
     ("grpc.max_recv_msg_bytes", [1]),
     ("grpc.max_send_msg_bytes", [1]),
     ("shutdown.pause_seconds", [0, 0.5]),
     ("shutdown.grace_seconds", [0, 1.5]),
+    ("reload.policy", ["drain", "reject", "evict_first"]),
+    ("admission.hold", ["auto", "always"]),
+    ("admission.held_requests", [0, 1, 63, None]),
+    ("admin.model_capacity", [1]),
+    ("admin.program_capacity", [1]),
+    ("reclaim.parameter_idle_ms", [0, 0.5]),
+    ("reclaim.workspace_idle_ms", [0, 0.5]),
+    ("reclaim.host_idle_ms", [0, 0.5]),
 ]
 
 REFUSED = [
     ("model_dirs", [[], "x", [""], [1], None]),
     ("models_include", ["x", [1], [""]]),
     ("allow_unhooked", ["x", [1], [""]]),
-    ("model_control_mode", ["dynamic", "other", None]),
+    ("model_control_mode", ["Dynamic", "other", None]),
+    ("model_poll_seconds", [0, -1, "15", True, None, float("inf")]),
+    ("model_settle_seconds", [0, -1, "1", True, None, float("nan")]),
     ("runtime.device_memory_bytes", [0, -1, 1.5, "80GiB", True]),
     ("runtime.weight_cache_fraction", [-0.1, 1.1, True]),
     ("runtime.weight_cache_wiggle_fraction", [-0.1, 1, True]),
@@ -195,11 +223,22 @@ REFUSED = [
     ("endpoints.http_port", [-1, 65536, True]),
     ("endpoints.max_concurrent_requests", [0, -1, True]),
     ("endpoints.engine", ["native", "other"]),
+    ("endpoints.admin", [1, "on"]),
+    ("endpoints.admin_token_file", ["", 1]),
     ("metrics.triton_compat", [1, "yes", None]),
     ("grpc.max_recv_msg_bytes", [0, -1, True]),
     ("grpc.max_send_msg_bytes", [0, -1, True]),
     ("shutdown.pause_seconds", [-1, True]),
     ("shutdown.grace_seconds", [-1, "30"]),
+    ("reload.policy", ["keep", "DRAIN", None]),
+    ("admission.hold", ["never", True, None]),
+    ("admission.held_requests", [-1, 64, 65, 1.5, True, "8"]),
+    ("admin.model_capacity", [0, -1, True, 1.5]),
+    ("admin.program_capacity", [0, -1, True, 1.5]),
+    ("admin.allow_external_dirs", [1, "yes", None]),
+    ("reclaim.parameter_idle_ms", [-1, True, "5", None]),
+    ("reclaim.workspace_idle_ms", [-1, True, "5", None]),
+    ("reclaim.host_idle_ms", [-1, True, "5", None]),
 ]
 
 
@@ -266,6 +305,23 @@ def test_the_two_ports_differ_unless_the_system_chooses_them():
     EndpointsConfig(grpc_port=9, http_port=None)
     with pytest.raises(ValidationError, match="both 9"):
         EndpointsConfig(grpc_port=9, http_port=9)
+
+
+@pytest.mark.parametrize(("limit", "held"), [(64, 32), (5, 2), (1, 0)])
+def test_half_of_the_requests_may_wait_unless_the_configuration_says_how_many(limit, held):
+    endpoints = EndpointsConfig(max_concurrent_requests=limit)
+    assert ServerConfig(model_dirs=["/m"], endpoints=endpoints).held_requests == held
+    admission = AdmissionConfig(held_requests=0)
+    assert ServerConfig(model_dirs=["/m"], endpoints=endpoints, admission=admission).held_requests == 0
+
+
+def test_requests_that_wait_leave_room_for_others():
+    with pytest.raises(ValidationError, match=r"held_requests is 8; wanted less than .* which is 8"):
+        ServerConfig(
+            model_dirs=["/m"],
+            endpoints=EndpointsConfig(max_concurrent_requests=8),
+            admission=AdmissionConfig(held_requests=8),
+        )
 
 
 def test_a_configuration_cannot_be_changed():

@@ -114,8 +114,8 @@ def test_the_older_port_names_are_read(raw):
             None,
         ),
         (
-            {"model_control_mode": "dynamic"},
-            "model_control_mode: the control mode 'dynamic' is not supported yet; wanted 'static' or 'explicit'",
+            {"model_control_mode": "live"},
+            "model_control_mode: 'live' is not accepted; wanted one of static, dynamic, explicit",
             None,
         ),
         ({"endpoints": {"engine": "native"}}, "endpoints.engine: the engine 'native' is not built yet", None),

@@ -110,7 +110,9 @@ def hook_pool_size(environ: Mapping[str, str] | None = None, *, workers: int = 1
 def parse_text(text: str, leaf: Leaf) -> Any:
     """The value that a variable's text stands for. Raises ValueError when it stands for none of the key's type."""
     kinds = _kinds(leaf.annotation)
-    if NoneType in kinds and text.lower() in _NULL:
+    word = text.strip().lower()
+    # "off" is no value where there may be none, but False where the key is true or false.
+    if NoneType in kinds and word in _NULL and not (bool in kinds and word in _FALSE):
         return None
     choices = {choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)}
     if text in choices:

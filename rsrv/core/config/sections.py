@@ -217,6 +217,38 @@ class BatchingConfig(Section):
     """Run a request with more rows than any program takes in pieces; otherwise it is refused."""
 
 
+class ReloadConfig(Section):
+    policy: Literal["drain", "reject", "evict_first"] = "drain"
+    """Requests that a reload finds queued: `drain` answers them by the version that they came for; `reject` refuses
+    them; `evict_first` refuses them, too, and frees the old version before the new one is compiled for the device."""
+
+
+class AdmissionConfig(Section):
+    hold: Literal["auto", "always"] = "auto"
+    """Which new requests wait instead of being refused: `auto`, those at a closed gate, where this worker is the public
+    endpoint; `always`, those for a model that is being prepared, too. The request parameter `rsrv_hold` goes first."""
+    held_requests: NotNegative | None = None
+    """Requests that may wait so. Unset: half of `endpoints.max_concurrent_requests`; 0: none."""
+
+
+class AdminConfig(Section):
+    model_capacity: Positive = 1024
+    """Models that may be registered, failed ones and those that are being removed included."""
+    program_capacity: AtLeastOne = 4
+    """Program sets that a model may have: the original, pending and failed ones included."""
+    allow_external_dirs: bool = False
+    """Register bundles from outside of `model_dirs`, too."""
+
+
+class ReclaimConfig(Section):
+    parameter_idle_ms: Milliseconds = 0.0
+    """Free the device copy of weights that nobody has used for so long; 0 = never."""
+    workspace_idle_ms: Milliseconds = 0.0
+    """Give back staging buffers that nobody has used for so long; 0 = never."""
+    host_idle_ms: Milliseconds = 0.0
+    """Drop the host copy of weights, too, that have been off the device for so long; 0 = never."""
+
+
 class EndpointsConfig(Section):
     host: Name = "127.0.0.1"
     """Address to listen on."""
@@ -233,6 +265,10 @@ class EndpointsConfig(Section):
         Literal["grpcio"], refuse(("native",), "the engine {value!r} is not built yet; wanted 'grpcio'")
     ] = "grpcio"
     """Implementation of the gRPC server."""
+    admin: bool | None = None
+    """Answer calls that administrate over HTTP and gRPC. Unset: when `host` is a loopback address."""
+    admin_token_file: Annotated[str, Field(min_length=1)] | None = None
+    """File with the bearer token that such calls must have. Unset: none."""
 
     @model_validator(mode="after")
     def _ports_differ(self) -> EndpointsConfig:
@@ -269,12 +305,14 @@ class ServerConfig(Section):
     """Names of the bundles to serve. Empty: all."""
     allow_unhooked: list[Name] = []
     """Bundles of format 2.0 to serve without their hooks, which cannot run here: clients see the program's tensors."""
-    model_control_mode: Annotated[
-        Literal["static", "explicit"],
-        refuse(("dynamic",), "the control mode {value!r} is not supported yet; wanted 'static' or 'explicit'"),
-    ] = "static"
-    """Who changes what while the server runs. `static`: nobody, and weights move as requests need them; `explicit`: an
-    operator or gateway moves the weights, and a model whose weights are elsewhere is refused."""
+    model_control_mode: Literal["static", "dynamic", "explicit"] = "dynamic"
+    """Who changes what while the server runs. `static`: nobody, and weights move as requests need them; `dynamic`: the
+    models follow their directories; `explicit`: an operator or gateway registers models and moves their weights, and a
+    model whose weights are elsewhere is refused."""
+    model_poll_seconds: PositiveSeconds = 15.0
+    """Under `dynamic`, how often the directories are looked through, whether the system reported a change or not."""
+    model_settle_seconds: PositiveSeconds = 1.0
+    """Under `dynamic`, how long a changed bundle must have stayed the same before it is used."""
     cache_dir: str = ""
     """Directory for what restarts can use again: compiled programs. Empty: nothing is kept."""
     cache_max_bytes: Positive | None = 8 << 30
@@ -290,3 +328,23 @@ class ServerConfig(Section):
     metrics: MetricsConfig = MetricsConfig()
     grpc: GrpcConfig = GrpcConfig()
     shutdown: ShutdownConfig = ShutdownConfig()
+    reload: ReloadConfig = ReloadConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    admin: AdminConfig = AdminConfig()
+    reclaim: ReclaimConfig = ReclaimConfig()
+
+    @property
+    def held_requests(self) -> int:
+        """Requests that may wait outside a closed gate."""
+        held = self.admission.held_requests
+        return self.endpoints.max_concurrent_requests // 2 if held is None else held
+
+    @model_validator(mode="after")
+    def _held_leave_room(self) -> ServerConfig:
+        held, limit = self.admission.held_requests, self.endpoints.max_concurrent_requests
+        if held is not None and held >= limit:
+            raise ValueError(
+                f"admission.held_requests is {held}; wanted less than endpoints.max_concurrent_requests, "
+                f"which is {limit}"
+            )
+        return self
