@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -26,6 +27,7 @@ from rsrv.stablehlo.signature import ProgramSignature, tensor_type
 
 SIZES = (1, 2, 4, 8, 16, 32)
 IN_FLIGHT = 32
+_INCARNATIONS = count(1)
 
 
 def dispatch_overhead(*, short: bool) -> Iterator[Measurement]:
@@ -143,7 +145,7 @@ def _model(device: FakeDevice, name: str, sizes: Sequence[int], seconds: float =
         executable_outputs=(TensorSpec("y", DType.F32, axes, "na", 0),),
     )
     weights: Any = SimpleNamespace(buffers=(), nbytes=0, uses=0, resident=True, leaving=False)
-    return ServableModel(name, 1, manifest, {(): programs}, weights)
+    return ServableModel(name, next(_INCARNATIONS), manifest, {(): programs}, weights)
 
 
 def _device_us(rows: int, n: int = 1000) -> float:
@@ -239,7 +241,7 @@ def _choice_us(policy: Policy, n_models: int, n_requests: int, deadlines: bool, 
         assert batch is not None
         # What the batch leaves behind: a measurement, and as many new requests as it took.
         compute_ns = round(batch.queue.costs.estimates[(), batch.batch_key].mean_ns * rng.uniform(0.95, 1.05))
-        backlog.shares.charge(batch.queue, compute_ns / 1e9, now)
+        backlog.shares.charge(batch.queue.account, compute_ns / 1e9, now)
         backlog.measured(batch.queue, (), batch.batch_key, compute_ns, now)
         backlog.settled(batch.queue)
         for _ in batch.tickets:

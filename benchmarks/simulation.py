@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from rsrv.serve.scheduler.batch import Batch
 from rsrv.serve.scheduler.model import ServableModel
 from rsrv.serve.scheduler.policy import Policy
 from rsrv.stablehlo.signature import ProgramSignature, tensor_type
+
+_INCARNATIONS = count(1)
 
 
 class Arrival(NamedTuple):
@@ -57,7 +60,7 @@ def paper_model(name: str, keys: Sequence[int]) -> ServableModel:
         executable_outputs=(TensorSpec("y", DType.F32, axes, "na", 0),),
     )
     weights: Any = SimpleNamespace(uses=0, resident=True, leaving=False)
-    return ServableModel(name, 1, manifest, {(): {key: program(key) for key in keys}}, weights)
+    return ServableModel(name, next(_INCARNATIONS), manifest, {(): {key: program(key) for key in keys}}, weights)
 
 
 def simulate(
@@ -131,7 +134,7 @@ def simulate(
             now = free
             # What arrives while the device is busy is queued when it arrives, not when it is free.
             arrive(now)
-            backlog.shares.charge(queue, took / 1e9, now)
+            backlog.shares.charge(queue.account, took / 1e9, now)
             backlog.measured(queue, (), key, took, now)
             outcome.seconds[queue.model.name] += took / 1e9
             outcome.dispatches += 1

@@ -1,5 +1,7 @@
 """Models for the scheduler's tests: programs are Python functions over arrays, run by the fake device."""
 
+import dataclasses
+import itertools
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -13,11 +15,14 @@ from rsrv.core.errors import InvalidRequest
 from rsrv.core.tensors import BATCH, VARIABLE, Dim, DimKind, TensorSpec
 from rsrv.runtime.fake import FakeDevice
 from rsrv.serve.scheduler import ServableModel
+from rsrv.serve.scheduler.account import Account
 from rsrv.serve.scheduler.backlog import Backlog
 from rsrv.serve.scheduler.policy import Policy
+from rsrv.serve.scheduler.queue import ModelQueue
 from rsrv.stablehlo.signature import ProgramSignature, tensor_type
 
 LONG = 60.0
+INCARNATIONS = itertools.count(1000)
 
 
 def spec(name, *axes, dtype=DType.F32):
@@ -62,11 +67,15 @@ def model(
     outputs=Y,
     weights=(),
     variants=((),),
-    incarnation=1,
+    incarnation=None,
     cap=None,
     fixed_rows=1,
 ):
-    """A model whose programs all are `fn(*inputs, *weights) -> [outputs]`; `fixed_rows` is what key 0 takes."""
+    """A model whose programs all are `fn(*inputs, *weights) -> [outputs]`; `fixed_rows` is what key 0 takes.
+
+    Like every load, it has a number of its own.
+    """
+    incarnation = next(INCARNATIONS) if incarnation is None else incarnation
     programs = {
         variant: {
             key: device.program(fn, signature(inputs, outputs, key or fixed_rows, variant, weights)) for key in keys
@@ -84,6 +93,11 @@ def paper_model(name="m", keys=(1, 4, 8), **more):
         program=lambda fn, signature: SimpleNamespace(signature=signature), put=None, free=lambda buffers: None
     )
     return model(device, None, name=name, keys=keys, **more)
+
+
+def lone_queue(m):
+    """A queue that no scheduler knows."""
+    return ModelQueue(m, Policy(), deque(), Account(m.name, 1.0))
 
 
 def rows_of(*values, width=2):
@@ -216,6 +230,23 @@ def send(scheduler, m, x, *, deadline_ns=0, variant=(), name="x"):
     return reply
 
 
+def value(reply):
+    return reply.outputs()["y"][0, 0]
+
+
+def times(factor):
+    return lambda x: x * factor
+
+
+def renamed(m, name):
+    return dataclasses.replace(m, name=name)
+
+
+def programmed(device, m, fn, keys=(1,)):
+    """The same incarnation with other programs."""
+    return dataclasses.replace(m, programs=model(device, fn, keys=keys).programs)
+
+
 def blocked(scheduler, device, fn=double, **options):
     """A model whose first request has been let into the program and waits there."""
     gate = Gate(fn)
@@ -228,6 +259,7 @@ def blocked(scheduler, device, fn=double, **options):
 
 
 __all__ = [
+    "INCARNATIONS",
     "Clock",
     "Desk",
     "FakeDevice",
@@ -236,11 +268,16 @@ __all__ = [
     "Weights",
     "blocked",
     "double",
+    "lone_queue",
     "model",
     "paper_model",
     "poisonous",
+    "programmed",
+    "renamed",
     "rows_of",
     "send",
     "signature",
     "spec",
+    "times",
+    "value",
 ]

@@ -98,7 +98,7 @@ def test_a_deadline_that_passed_is_refused_at_once_and_one_in_the_future_is_not(
 
 
 def test_a_request_prepared_for_an_earlier_incarnation_is_refused():
-    old, new = paper_model("a"), paper_model("a", incarnation=2)
+    old, new = paper_model("a", incarnation=1), paper_model("a", incarnation=2)
     desk = fifo(old)
     desk.backlog.remove("a")
     with pytest.raises(ModelUnloaded, match="incarnation 1"):

@@ -1,12 +1,11 @@
 """Merging requests into one aligned, padded batch, and cutting its results: values against numpy's own concatenate."""
 
 import math
-from collections import deque
 
 import ml_dtypes
 import numpy as np
 import pytest
-from sched_support import paper_model, rows_of, spec
+from sched_support import lone_queue, paper_model, rows_of, spec
 
 from rsrv.core.dtypes import DType
 from rsrv.core.errors import DeviceError, UnregisteredRegion
@@ -15,8 +14,7 @@ from rsrv.core.shm import OwnedRegion, RegionRegistry, RegionTensor
 from rsrv.core.staging import StagingPool
 from rsrv.serve.scheduler import batch
 from rsrv.serve.scheduler.batch import split, stage
-from rsrv.serve.scheduler.policy import Policy
-from rsrv.serve.scheduler.queue import ModelQueue, Ticket
+from rsrv.serve.scheduler.queue import Ticket
 
 
 @pytest.fixture
@@ -28,7 +26,7 @@ def pool():
 
 
 def tickets(model, *requests, rows=None, variant=()):
-    queue = ModelQueue(model, Policy(), deque())
+    queue = lone_queue(model)
     axis = next((s.batch_axis for s in model.input_specs if s.batch_axis is not None), None)
     first = model.input_specs[0].name
     return [

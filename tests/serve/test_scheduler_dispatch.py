@@ -775,10 +775,10 @@ def test_an_idle_model_is_removed_at_once_and_may_come_back(scheduler, device):
     scheduler.start()
     assert scheduler.remove("nobody")
     assert scheduler.remove("m")
-    again = model(device, lambda x: x * 3, incarnation=2)
+    again = model(device, lambda x: x * 3)
     scheduler.add(again)
     assert send(scheduler, again, rows_of(1)).outputs()["y"][0, 0] == 3
-    with pytest.raises(ModelUnloaded, match="incarnation 1"):
+    with pytest.raises(ModelUnloaded, match=f"incarnation {m.incarnation}"):
         send(scheduler, m, rows_of(1))
 
 

@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from sched_support import LONG, Reply, Weights, spec
+from sched_support import INCARNATIONS, LONG, Reply, Weights, spec
 from support.bundles import lower
 
 from rsrv.bundle.manifest import Manifest
@@ -45,7 +45,7 @@ def compiled(cpu, fn, inputs, outputs, *, keys=(1, 4), weights=None, name="m"):
         return cpu.compile(lower(fn, [(s.concrete_shape(key), s.dtype.numpy) for s in inputs] + arguments))
 
     manifest = Manifest(name=name, executable_inputs=tuple(inputs), executable_outputs=tuple(outputs))
-    return ServableModel(name, 1, manifest, {(): {key: program(key) for key in keys}}, weights)
+    return ServableModel(name, next(INCARNATIONS), manifest, {(): {key: program(key) for key in keys}}, weights)
 
 
 def submit(scheduler, model, inputs, rows):
@@ -109,7 +109,7 @@ def test_the_results_of_an_identity_program_do_not_live_in_the_staging_blocks(sc
     replies = [submit(scheduler, m, {"x": np.full((3, 16), value, np.float32)}, 3) for value in range(20)]
     for value, reply in enumerate(replies):
         outputs = reply.outputs()
-        for block in tuple(scheduler._dispatcher.pool._idle.values()):
+        for block, _ in tuple(scheduler._dispatcher.pool._idle.values()):
             assert not np.shares_memory(outputs["y"], block)
             assert not np.shares_memory(outputs["z"], block)
         assert (outputs["y"] == value).all()

@@ -1,5 +1,6 @@
 """Whatever arrives, expires, is cancelled, staged, recalled and retried, in whatever order: what is always true."""
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -39,6 +40,9 @@ class Driver:
     @property
     def backlog(self):
         return self.desk.backlog
+
+    def queues(self):
+        return [*self.backlog.queues.values()]
 
     def step(self):
         moves = [self.accept, self.accept, self.accept, self.choose_or_run, self.choose_or_run, self.grow, self.recall]
@@ -101,7 +105,7 @@ class Driver:
         seconds = self.random.choice([0.005, 0.02])
         self.desk.clock.advance(seconds)
         now_ns = self.desk.clock.ns
-        self.backlog.shares.charge(batch.queue, seconds, now_ns)
+        self.backlog.shares.charge(batch.queue.account, seconds, now_ns)
         if fails and len(batch.tickets) > 1:
             self.backlog.retry(batch.queue, batch.tickets)
         else:
@@ -130,7 +134,7 @@ class Driver:
         places = Counter(self.settled)
         places.update(self.staged.tickets if self.staged is not None else ())
         places.update(ticket for _, ticket in backlog._retries)
-        for queue in backlog.queues.values():
+        for queue in self.queues():
             live = [*queue.live()]
             places.update(live)
             assert (queue.depth, queue.rows) == (len(live), sum(ticket.rows for ticket in live))
@@ -151,10 +155,113 @@ class Driver:
         assert self.settled == Counter([*self.number])
 
 
+class Versions(Driver):
+    """As before, and models are replaced, renamed, retired and refused, and their programs exchanged.
+
+    `serving` are the models by the name that they began with, `past` the ones before, for which requests still come.
+    """
+
+    def __init__(self, random, policy, *, measured):
+        super().__init__(random, policy, measured=measured)
+        self.serving = {name: self.desk.models[name] for name in "abw"}
+        self.past = []
+        self.version = {}
+
+    def queues(self):
+        return [*self.backlog.roster.by_incarnation.values()]
+
+    def step(self):
+        moves = [self.replace, self.retire, self.refuse, self.rename, self.select, self.ask_past]
+        self.random.choice([super().step, super().step, super().step, *moves])()
+        self.finish_closed()
+        self.check()
+
+    def accept(self):
+        self.ask(self.serving[self.random.choice("abw")])
+
+    def ask_past(self):
+        if self.past:
+            model = self.random.choice(self.past)
+            queue = self.backlog.roster.by_incarnation.get(model.incarnation)
+            assert self.ask(model) is None or not queue.closed
+
+    def ask(self, model):
+        self.desk.models["asked"] = model
+        within, rows = self.random.choice([0, 0, 0.005, 0.1]), self.random.randint(1, 8)
+        try:
+            ticket = self.desk.accept("asked", rows, variant=self.random.choice(VARIANTS), within=within)
+        except RsrvError:
+            return None
+        assert ticket.queue.model.incarnation == model.incarnation
+        self.number[ticket] = len(self.number)
+        if self.staged is not None and self.backlog.precedes(ticket, self.staged):
+            self.recall()
+        return ticket
+
+    def limit(self):
+        queue = self.random.choice([*self.backlog.queues.values()])
+        queue.cap = self.random.choice([None, 1, 3, 8])
+        self.backlog.replan(queue)
+
+    def replace(self):
+        name = self.random.choice("abw")
+        old = self.serving[name]
+        new = self.serving[name] = two_shapes(old.name)
+        self.backlog.roster.replace(new)
+        self.past.append(old)
+
+    def retire(self):
+        newest = {model.incarnation for model in self.serving.values()}
+        old = [queue for queue in self.queues() if queue.model.incarnation not in newest]
+        if old:
+            self.backlog.close(self.random.choice(old))
+
+    def refuse(self):
+        for queue in [*self.backlog.roster.closing]:
+            if self.staged is not None and self.staged.queue is queue:
+                self.settled.update(self.staged.tickets)
+                self.staged = None
+                self.backlog.settled(queue)
+            self.settled.update(self.backlog.clear(self.desk.clock.ns, queue))
+
+    def rename(self):
+        name = self.random.choice("abw")
+        old = self.serving[name]
+        new = dataclasses.replace(old, name=f"{name}{self.random.randint(0, 10**9)}")
+        queue = self.backlog.roster.rename(old.name, new)
+        self.backlog.replan(queue)
+        self.backlog.rewindow(queue)
+        self.serving[name] = new
+        self.past.append(old)
+
+    def select(self):
+        name = self.random.choice("abw")
+        old = self.serving[name]
+        other = dataclasses.replace(old, programs=two_shapes(name).programs)
+        self.backlog.replan(self.backlog.roster.set_programs(other, self.random.randint(1, 3)))
+        self.serving[name] = other
+        self.past.append(old)
+
+    def finish_closed(self):
+        flying = {self.staged.queue} if self.staged is not None else set()
+        for queue in [*self.backlog.roster.closing]:
+            if not (self.backlog.depth(queue) or queue in flying):
+                self.backlog.roster.finished(queue)
+
+    def check(self):
+        super().check()
+        shares, busy = self.backlog.shares, {queue.account for queue in self.queues() if queue.depth or queue.in_flight}
+        if self.backlog.policy.fair_population == "active":
+            assert busy <= {*shares._population} <= busy | {queue.account for queue, _ in self.backlog._retries}
+        assert shares.weight == pytest.approx(len(shares._population))
+        assert all(queue.in_flight >= 0 for queue in self.queues())
+
+
+@pytest.mark.parametrize("driver", [Driver, Versions])
 @pytest.mark.parametrize("population", ["active", "prepared"])
 @pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])
-def test_every_request_is_settled_once_and_in_the_order_of_its_shape(discipline, population):
-    for seed in range(60):
+def test_every_request_is_settled_once_and_in_the_order_of_its_shape(discipline, population, driver):
+    for seed in range(60 if driver is Driver else 30):
         rng = random.Random(f"{discipline} {population} {seed}")
         policy = Policy(
             discipline=discipline,
@@ -163,9 +270,9 @@ def test_every_request_is_settled_once_and_in_the_order_of_its_shape(discipline,
             max_queue_depth=20,
             models={"w": ModelPolicy(max_wait_ns=20_000_000)},
         )
-        driver = Driver(rng, policy, measured=rng.random() < 0.5)
+        made = driver(rng, policy, measured=rng.random() < 0.5)
         for _ in range(60):
-            driver.step()
-        driver.finish()
+            made.step()
+        made.finish()
         if population == "active":
-            assert not driver.backlog.shares._population
+            assert not made.backlog.shares._population

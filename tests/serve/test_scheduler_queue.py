@@ -1,19 +1,17 @@
 """A model's queue: requests that leave from the middle, that come back, and the deadlines that it remembers."""
 
 import random
-from collections import deque
 
 import pytest
-from sched_support import paper_model, spec
+from sched_support import lone_queue, paper_model, spec
 
 from rsrv.core.errors import Cancelled, DeadlineExceeded
 from rsrv.serve.scheduler.plan import Plan
-from rsrv.serve.scheduler.policy import Policy
-from rsrv.serve.scheduler.queue import ModelQueue, Ticket
+from rsrv.serve.scheduler.queue import Ticket
 
 
 def queue_of(*deadlines, **options):
-    queue = ModelQueue(paper_model(**options), Policy(), deque())
+    queue = lone_queue(paper_model(**options))
     return queue, [put(queue, deadline) for deadline in deadlines]
 
 
@@ -91,7 +89,7 @@ def test_requests_that_ran_are_not_kept_alive_by_their_deadlines():
 
 def test_a_random_life_of_a_queue_agrees_with_a_plain_list():
     rng = random.Random(1)
-    queue, model = ModelQueue(paper_model(), Policy(), deque()), []
+    queue, model = lone_queue(paper_model()), []
     for _ in range(3000):
         what = rng.random()
         if what < 0.5 or not model:
@@ -150,6 +148,6 @@ def test_a_verdict_says_why_a_request_must_not_run():
     ],
 )
 def test_the_most_rows_that_are_merged(options, cap, expected):
-    queue = ModelQueue(paper_model(**options), Policy(), deque())
+    queue = lone_queue(paper_model(**options))
     queue.cap = cap
     assert queue.max_batch_size == expected

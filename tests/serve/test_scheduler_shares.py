@@ -1,20 +1,17 @@
 """The arithmetic of the fair discipline: inflated sums that never overflow, and a choice that is the formula's."""
 
-from collections import deque
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sched_support import Desk, paper_model
 
-from rsrv.serve.scheduler.policy import Policy
-from rsrv.serve.scheduler.queue import ModelQueue
+from rsrv.serve.scheduler.account import Account
 from rsrv.serve.scheduler.select import most_owed, oldest
 from rsrv.serve.scheduler.shares import Shares, priority
 
 
 def members(n):
-    return [ModelQueue(paper_model(f"m{i}"), Policy(), deque()) for i in range(n)]
+    return [Account(f"m{i}", 1.0) for i in range(n)]
 
 
 def opened(n, **options):
@@ -95,15 +92,15 @@ def test_the_choice_is_the_model_with_the_highest_priority_and_ties_go_to_the_ol
     shares = desk.backlog.shares
     for i, (weight, used, price, tick, _) in enumerate(rows):
         name = f"m{i:02}"
-        shares.reweigh(desk.queue(name), weight)
+        shares.reweigh(desk.queue(name).account, weight)
         desk.accept(name, tick=tick)
-        desk.queue(name).used, desk.queue(name).price = used, price
+        desk.queue(name).account.used, desk.queue(name).price = used, price
     shares._sum()
     queues = [*desk.backlog.queues.values()]
     per_weight, per_used = 1.0 / shares.weight, 1.0 / shares.used if shares.used else 0.0
 
     def owed(queue):
-        share, recent = queue.weight * per_weight, queue.used * per_used
+        share, recent = queue.account.weight * per_weight, queue.account.used * per_used
         return priority(share, recent, queue.price, 0.25, always_divide=always_divide)
 
     chosen = most_owed(queues, shares, 0.25, always_divide=always_divide)

@@ -6,16 +6,14 @@ Rows about executions are tests of the scheduler with its threads, in `test_sche
 `test_scheduler_backlog` (`test_an_uncompiled_variant_…`), *hooks* and *hooks overlap* are in `test_serve_inference`.
 """
 
-from collections import deque
-
 import pytest
 from sched_support import Desk, paper_model
 
 from benchmarks.simulation import simulate
 from rsrv.core.errors import QueueFull
+from rsrv.serve.scheduler.account import Account
 from rsrv.serve.scheduler.costs import Costs
 from rsrv.serve.scheduler.policy import ModelPolicy, Policy
-from rsrv.serve.scheduler.queue import ModelQueue
 from rsrv.serve.scheduler.shares import Shares, priority
 
 # The rows "priority" and "fair select" run under the older rule.
@@ -64,16 +62,16 @@ def test_fair_active_a_negative_deficit_is_multiplied_by_the_cost():
 
 @pytest.mark.parametrize(("used", "entered"), [(0.0, 2.0), (1.0, 2.0), (5.0, 5.0)])
 def test_fair_active_an_idle_model_that_gets_work_starts_with_its_share_or_what_it_used(used, entered):
-    queues = [ModelQueue(paper_model(name), Policy(), deque()) for name in "ab"]
+    accounts = [Account(name, 1.0) for name in "ab"]
     shares = Shares(30.0, credit_idle=False)
-    queues[0].used, queues[1].used = 6.0, used
-    queues[0].weight = 3.0
-    for queue in queues:
-        shares.open(queue)
-        shares.enter(queue)
-    assert queues[0].used == 6.0
-    assert queues[1].used == entered
-    share, recent = 1 / 4, queues[1].used / shares.used
+    accounts[0].used, accounts[1].used = 6.0, used
+    accounts[0].weight = 3.0
+    for account in accounts:
+        shares.open(account)
+        shares.enter(account)
+    assert accounts[0].used == 6.0
+    assert accounts[1].used == entered
+    share, recent = 1 / 4, accounts[1].used / shares.used
     assert recent == pytest.approx(max(share, used / (6 + used)))
 
 
@@ -85,19 +83,19 @@ def test_fair_select():
     for name, cost in (("a", 0.01), ("b", 0.03), ("c", 0.1)):
         queue = desk.queue(name)
         queue.costs.seed((), 1, round(cost * 1e9), 0)
-        desk.backlog.shares.charge(queue, RECENT[name], 0)
+        desk.backlog.shares.charge(queue.account, RECENT[name], 0)
     tickets = {name: desk.accept(name) for name in "abc"}
     assert desk.next() == ("b", 1, [tickets["b"]])
     assert [desk.queue(name).depth for name in "abc"] == [1, 0, 1]
 
 
 def test_ema():
-    queue = ModelQueue(paper_model(), Policy(), deque())
+    account = Account("m", 1.0)
     shares = Shares(30.0, credit_idle=False)
-    shares.open(queue)
-    shares.charge(queue, 1.0, 0)
+    shares.open(account)
+    shares.charge(account, 1.0, 0)
     for seconds, expected in ((0, 1.0), (30, 0.5), (60, 0.25)):
-        assert shares.recent_seconds(queue, seconds * 10**9) == pytest.approx(expected)
+        assert shares.recent_seconds(account, seconds * 10**9) == pytest.approx(expected)
 
 
 def test_cost():
@@ -135,7 +133,7 @@ def test_plan_not_coalescable():
 
 def test_fifo():
     desk = Desk(paper_model("busy"), paper_model("fresh"), policy=Policy(discipline="fifo"))
-    desk.backlog.shares.charge(desk.queue("busy"), 1000.0, 0)
+    desk.backlog.shares.charge(desk.queue("busy").account, 1000.0, 0)
     desk.queue("busy").costs.seed((), 4, 10**10, 0)
     older = [desk.accept("busy", 2), desk.accept("busy", 2)]
     desk.accept("fresh")

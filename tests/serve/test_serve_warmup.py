@@ -21,9 +21,9 @@ class Watched(Scheduler):
         self.seeded = []
         self.threads = []
 
-    def seed_cost(self, name, variant, batch_key, seconds):
-        super().seed_cost(name, variant, batch_key, seconds)
-        self.seeded.append((name, variant, batch_key, seconds))
+    def seed_cost(self, model, variant, batch_key, seconds):
+        super().seed_cost(model, variant, batch_key, seconds)
+        self.seeded.append((getattr(model, "name", model), variant, batch_key, seconds))
 
 
 @pytest.fixture(params=[True, False], ids=["unified", "card"])

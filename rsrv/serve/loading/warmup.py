@@ -9,11 +9,13 @@ that overlap another one; the scratch of one program comes on top. A card has on
 stand-in that nobody else can name and whose share of the device is tiny: they wait behind the requests of every model,
 and no model waits for more than one of them.
 
-A model whose weights are not on the device is not measured: nobody's weights should go for it.
+A model whose weights are not on the device is not measured: nobody's weights should go for it. Nor is a program again
+that a new version of a model shares with the one before it.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -41,6 +43,8 @@ _Run = Callable[["ServableModel", Variant, int], int]
 SHARE = 1e-3
 """Weight of a stand-in under the fair discipline; a model has 1."""
 _LEAST_SECONDS = 1e-6
+_numbers = itertools.count(-1, -1)
+"""Incarnations of stand-ins; those of models are above 0, and those of program sets far below."""
 
 
 class Warmup:
@@ -91,7 +95,9 @@ class Warmup:
             log.debug("warm-up ended model=%s why=it was unloaded", model.name)
 
     def _measure_in_turn(self, model: ServableModel) -> None:
-        stand_in = replace(model, name=f"{model.name}/warmup", max_batch_size=None)
+        # An operator may have a model warmed up while it is measured anyway.
+        number = next(_numbers)
+        stand_in = replace(model, name=f"{model.name}/warmup{number}", incarnation=number, max_batch_size=None)
         self._scheduler.add(stand_in)
         try:
             self._scheduler.set_policy(stand_in.name, weight=SHARE)
@@ -104,6 +110,8 @@ class Warmup:
             for key in keys:
                 if self._stopping.is_set() or not model.weights.resident:
                     return
+                if self._scheduler.warmed(model, variant, key):
+                    continue
                 try:
                     run(model, variant, key)
                     took_ns = run(model, variant, key)
@@ -113,7 +121,7 @@ class Warmup:
                     name, sizes = model.name, list(variant)
                     log.warning("warm-up failed model=%s variant=%s key=%d why=%s", name, sizes, key, error)
                 else:
-                    self._scheduler.seed_cost(model.name, variant, key, max(took_ns / 1e9, _LEAST_SECONDS))
+                    self._scheduler.seed_cost(model, variant, key, max(took_ns / 1e9, _LEAST_SECONDS))
 
     def _run_aside(self, model: ServableModel, variant: Variant, key: int) -> int:
         inputs, _ = _zeros(model, variant, key)

@@ -18,6 +18,12 @@ States of a request
     running   Deadline and cancellation were looked at once more; now nothing stops it.
     settled   `done` was called, exactly once: outputs, or the error of the dispatch or of the drop.
 
+Versions of a model
+    A load of a model is an incarnation and has a queue of its own, so no batch mixes versions. `replace` puts a new one
+    beside the old, which accepts what was prepared for it until it is retired (`closed`), and is forgotten when the
+    last of its requests is settled. What belongs to the name is in its `Account`: both are charged to it and chosen as
+    one, the older request first. `set_programs` exchanges the executables of an incarnation between two launches.
+
 The choice
     Which model   `select`, by the discipline: `fair` (accounts in `shares`), `fifo` or `edf`. A model whose batching
                   window is open waits for company until the window closes, a batch is full or a deadline gets near.
@@ -28,8 +34,8 @@ A merged dispatch that fails, with anything but a `DeviceError`, is re-run reque
 request fails alone. Blocks go back to the pool only after the launch ended and its input buffers were freed, because
 the CPU device computes straight from them; results never alias inputs.
 
-`plan`, `select`, `shares`, `costs`, `ModelQueue` and `Backlog` are pure (no threads, time passed in); `Dispatcher`,
-`Launcher` and `Watchdog` are the thin shell, `Scheduler` is its face.
+`plan`, `select`, `shares`, `costs`, `ModelQueue`, `Roster` and `Backlog` are pure (no threads, time passed in);
+`Dispatcher`, `Launcher` and `Watchdog` are the thin shell, `Scheduler` is its face.
 """
 
 from rsrv._lazy import attach
@@ -42,6 +48,7 @@ __getattr__, __dir__, __all__ = attach(
         "ModelStats": ".stats",
         "Policy": ".policy",
         "Result": ".queue",
+        "Sample": ".tap",
         "Scheduler": ".scheduler",
         "ServableModel": ".model",
         "Stuck": ".watchdog",

@@ -14,6 +14,7 @@ from rsrv.serve.scheduler.costs import UNMEASURED_SECONDS
 from rsrv.serve.scheduler.plan import Plan, Variant, fitting_key
 from rsrv.serve.scheduler.policy import Policy
 from rsrv.serve.scheduler.queue import Dropped, ModelQueue, Result, Ticket
+from rsrv.serve.scheduler.roster import Roster
 from rsrv.serve.scheduler.select import most_owed, most_urgent, oldest
 from rsrv.serve.scheduler.shares import Shares
 
@@ -27,7 +28,7 @@ _NEVER = 1 << 63
 
 
 class Backlog:
-    """The queues of all scheduled models.
+    """What waits in the queues of all scheduled models.
 
     A queue with requests is *ready*, or *waits* for company when its model has a batching window, or is *cold*: it was
     chosen while its weights were not on the device, and is out of the choice until they are (`warm`).
@@ -37,23 +38,26 @@ class Backlog:
         wanted, released: queues that have become cold, in the order in which they were chosen, and weights that are to
             leave and that no batch uses any more; both for whoever moves weights.
         shares: the accounts of the fair discipline, kept under every discipline.
+        roster: which queues there are; `queues` are the newest of each name.
     """
 
     def __init__(self, policy: Policy, now_ns: int = 0) -> None:
         self.policy = policy
-        self.queues: dict[str, ModelQueue] = {}
         self.dropped: list[Dropped] = []
         self.wanted: list[ModelQueue] = []
         self.released: list[Weights] = []
         self._all_prepared = policy.fair_population == "prepared"
         self.shares = Shares(policy.ema_halflife_seconds, credit_idle=self._all_prepared, now_ns=now_ns)
+        self.roster = Roster(policy, self.shares)
+        self.queues = self.roster.queues
+        self._by_incarnation = self.roster.by_incarnation
         self._ready: dict[ModelQueue, None] = {}
         self._waiting: dict[ModelQueue, None] = {}
         self._cold: dict[ModelQueue, None] = {}
         self._preferred: dict[ModelQueue, None] = {}
         self._unplanned: dict[ModelQueue, None] = {}
         self._retries: deque[tuple[ModelQueue, Ticket]] = deque()
-        self._cancelled: deque[Ticket] = deque()
+        self._cancelled = self.roster.cancelled
         # No deadline passes before this.
         self._expiry_ns = _NEVER
         self._hurried = False
@@ -78,29 +82,39 @@ class Backlog:
         return self._expiry_ns if ripe_ns is None else min(ripe_ns, self._expiry_ns)
 
     def add(self, model: ServableModel) -> ModelQueue:
-        """Raises ValueError when the name is taken."""
-        if model.name in self.queues:
-            raise ValueError(f"model {model.name!r} is already scheduled; remove it first")
-        queue = self.queues[model.name] = ModelQueue(model, self.policy, self._cancelled)
-        self.shares.open(queue)
-        if self._all_prepared:
-            self.shares.enter(queue)
-        return queue
+        """Raises ValueError when the name, or the incarnation, is taken."""
+        return self.roster.add(model)
 
-    def remove(self, name: str) -> ModelQueue | None:
+    def remove(self, name: str) -> Sequence[ModelQueue]:
         """Accept nothing more for `name`; what is queued for it stays queued."""
-        queue = self.queues.pop(name, None)
-        if queue is not None:
-            queue.removed = True
-            self.shares.close(queue)
-        return queue
+        return self.roster.remove(name)
+
+    def close(self, queue: ModelQueue) -> None:
+        """Accept nothing more for `queue`. What waits there runs, and waits for company no longer."""
+        self.roster.close(queue)
+        queue.max_wait_ns = 0
+        if queue in self._waiting:
+            del self._waiting[queue]
+            self._ready[queue] = None
+
+    def rewindow(self, queue: ModelQueue) -> None:
+        """The batching window of `queue` has changed."""
+        if queue in self._waiting and queue.max_wait_ns:
+            queue.ripe_ns = queue.ripens()
+        elif queue in self._waiting:
+            del self._waiting[queue]
+            self._ready[queue] = None
+
+    def depth(self, queue: ModelQueue) -> int:
+        """Requests of `queue` that no batch has."""
+        return queue.depth + sum([other is queue for other, _ in self._retries])
 
     # --- what comes in ------------------------------------------------------------------------------------------------
 
     def admit(self, model: ServableModel, deadline_ns: int, now_ns: int, requests: int = 1) -> ModelQueue:
         """The queue for so many requests to `model`. Raises ModelUnloaded, DeadlineExceeded or QueueFull."""
-        queue = self.queues.get(model.name)
-        if queue is None or queue.model is not model:
+        queue = self._by_incarnation.get(model.incarnation)
+        if queue is None or queue.closed:
             raise ModelUnloaded(f"model {model.name!r} (incarnation {model.incarnation}) is no longer served")
         if deadline_ns and now_ns >= deadline_ns:
             queue.counters.dropped["deadline"] += 1
@@ -156,7 +170,7 @@ class Backlog:
     def _queued(self, queue: ModelQueue, now_ns: int) -> None:
         """`queue` has requests: it is ready, or opens a window."""
         if not self._all_prepared:
-            self.shares.enter(queue)
+            self.shares.enter(queue.account)
         if queue.planned is None:
             self._unplanned[queue] = None
         if queue in self._ready or queue in self._cold:
@@ -258,7 +272,12 @@ class Backlog:
                 return most_urgent(ready)
             case "fair":
                 self._plan_all()
-                return most_owed(ready, self.shares, self.policy.recency_penalty_cap, always_divide=self._all_prepared)
+                cap = self.policy.recency_penalty_cap
+                queue = most_owed(ready, self.shares, cap, always_divide=self._all_prepared)
+                if len(queue.account.queues) > 1:
+                    # Incarnations of one model are owed the same. The cheaper must not keep the other waiting for ever.
+                    return oldest([other for other in queue.account.queues if other in ready])
+                return queue
 
     def _plan_all(self) -> None:
         """Bring the prices of all ready models up to date."""
@@ -337,7 +356,16 @@ class Backlog:
         if batch.alone:
             self._retries.appendleft((queue, batch.tickets[0]))
             return
-        queue.put_back(batch.tickets)
+        self._stand_first(queue, batch.tickets)
+
+    def resume(self, queue: ModelQueue, tickets: Sequence[Ticket]) -> None:
+        """Let requests of `queue` that have run do so again, before all others of it."""
+        if not self._all_prepared:
+            self.shares.enter(queue.account)
+        self._stand_first(queue, tickets)
+
+    def _stand_first(self, queue: ModelQueue, tickets: Sequence[Ticket]) -> None:
+        queue.put_back(tickets)
         self._expiry_ns = min(self._expiry_ns, queue.urgent_ns or _NEVER)
         self._waiting.pop(queue, None)
         self._ready[queue] = self._unplanned[queue] = None
@@ -368,8 +396,8 @@ class Backlog:
     def settled(self, queue: ModelQueue) -> None:
         """A batch of `queue` is no longer in flight."""
         self._ended(queue)
-        if not queue.in_flight and not queue.depth and not self._all_prepared:
-            self.shares.leave(queue)
+        if not queue.in_flight and not queue.depth and not self._all_prepared and not queue.account.busy:
+            self.shares.leave(queue.account)
 
     def replan(self, queue: ModelQueue) -> None:
         """Costs or limits have changed."""
@@ -406,8 +434,8 @@ class Backlog:
         self._waiting.pop(queue, None)
         self._cold.pop(queue, None)
         self._unplanned.pop(queue, None)
-        if not queue.in_flight and not self._all_prepared:
-            self.shares.leave(queue)
+        if not queue.in_flight and not self._all_prepared and not queue.account.busy:
+            self.shares.leave(queue.account)
 
     def _open_ripe(self, now_ns: int) -> None:
         for queue in [queue for queue in self._waiting if now_ns >= queue.ripe_ns]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +17,9 @@ from rsrv.core.tensors import TensorSpec
 from rsrv.serve.scheduler.queue import Dropped, ModelQueue, Ticket
 
 if TYPE_CHECKING:
+    from rsrv.runtime.device import Executable
     from rsrv.serve.scheduler.model import ServableModel
+    from rsrv.serve.scheduler.plan import Variant
 
 
 SMALL_BYTES = 4096
@@ -51,6 +53,7 @@ class Batch:
         margin_ns: how long before their deadlines the requests have to be launched.
         recalled: it goes back to its queue, and is not launched.
         urgent_ns: the earliest deadline in it; 0 = nobody has asked yet.
+        programs: those of which it ran one; None before the launch.
     """
 
     queue: ModelQueue
@@ -70,6 +73,7 @@ class Batch:
     margin_ns: int = 0
     recalled: bool = False
     urgent_ns: int = 0
+    programs: Mapping[Variant, Mapping[int, Executable]] | None = None
     _rows: int = 0
 
     @property

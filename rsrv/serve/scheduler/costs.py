@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import NamedTuple
 
 from rsrv.serve.scheduler.plan import Variant, filled_key, fitting_key
@@ -61,6 +62,15 @@ class Costs:
         self._tables: dict[tuple[Variant, int | None], _Table] = {}
         self.estimates: dict[tuple[Variant, int], Estimate] = {}
 
+    def inherit(self, others: Costs, programs: Iterable[tuple[Variant, int]]) -> None:
+        """Start with what `others` know of `programs`, which are the same ones here."""
+        self._runs = others._runs
+        for program in programs:
+            estimate = others.estimates.get(program)
+            if estimate is not None:
+                self.estimates[program] = copy(estimate)
+        self._tables.clear()
+
     def seed(self, variant: Variant, batch_key: int, ns: int, now_ns: int) -> None:
         """Set the cost of a program, as a warm-up measured it."""
         self.estimates[variant, batch_key] = Estimate(max(ns, 1), now_ns, self._runs)
@@ -107,6 +117,11 @@ class Costs:
     def fastest_ns(self, variant: Variant, batch_key: int) -> int | None:
         estimate = self.estimates.get((variant, batch_key))
         return None if estimate is None else estimate.fastest_ns
+
+    def warmed(self, variant: Variant, batch_key: int) -> bool:
+        """Whether a program was measured, and not only in its first run, which may be the slowest by far."""
+        estimate = self.estimates.get((variant, batch_key))
+        return estimate is not None and estimate.runs != 1
 
     def remaining_ns(self, variant: Variant, batch_key: int, spent_ns: int) -> int:
         """How much longer a run is expected to take; 0 when that is unknown."""

@@ -10,19 +10,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from rsrv.core.errors import ModelUnloaded, ServerStopping
+from rsrv.core.errors import DeviceLost, ServerStopping
 from rsrv.core.staging import StagingPool
 from rsrv.serve.scheduler.backlog import Backlog
 from rsrv.serve.scheduler.batch import Batch, stage
 from rsrv.serve.scheduler.launcher import Launcher
 from rsrv.serve.scheduler.queue import Dropped, ModelQueue, Result, Ticket
-from rsrv.serve.scheduler.settle import Settled, count, cut, may_retry, results
+from rsrv.serve.scheduler.settle import Settled, count, cut, discard, may_retry, results
 from rsrv.serve.scheduler.stats import BatchReport
 
 if TYPE_CHECKING:
     from rsrv.runtime.device import Device
     from rsrv.serve.scheduler.model import Weights
+    from rsrv.serve.scheduler.oversize import Joined
     from rsrv.serve.scheduler.policy import Policy
+    from rsrv.serve.scheduler.settle import Replies
+    from rsrv.serve.scheduler.tap import Tap
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class Dispatcher:
             longer.
         pending: accepted requests that are not settled.
         mover: None while all weights are resident for good.
+        on_lost: told, on the dispatch thread, of each batch that found the device gone.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Dispatcher:
         self.pending = 0
         self.mover: Mover | None = None
         self.drained: list[threading.Event] = []
+        self.on_lost: Callable[[DeviceLost], None] = lambda error: None
         self._edf = policy.discipline == "edf"
         self._on_batch = on_batch
         self._thread = threading.Thread(target=self._run, name="rsrv-dispatch", daemon=True)
@@ -127,6 +132,7 @@ class Dispatcher:
     def arrived(self, ticket: Ticket) -> None:
         """A request was queued."""
         self.pending += 1
+        ticket.queue.pending += 1
         staged = self.launcher.staged
         # With a batch staged nothing can be done until the device is free, so the dispatch thread may sleep on.
         if staged is None or self.backlog.dropped:
@@ -134,11 +140,26 @@ class Dispatcher:
         elif self.backlog.precedes(ticket, staged):
             self.recall(staged)
 
+    def resume(self, queue: ModelQueue, joined: Joined) -> None:
+        """The pieces of a request have to run once more. On the dispatch thread."""
+        if self._exit:
+            raise ServerStopping("the server is stopping")
+        joined.restart(queue.selections)
+        self.backlog.resume(queue, joined.tickets)
+        self.pending += len(joined.tickets)
+        queue.pending += len(joined.tickets)
+
     def recall(self, staged: Batch) -> None:
         """Plan the staged batch again, unless the device thread is about to take it."""
         if self.launcher.running is not None:
             staged.recalled = True
             self.wake()
+
+    def look_finished(self, queue: ModelQueue) -> None:
+        """Whether nothing of a closed queue is left; then those who wait for that are told."""
+        if not (queue.pending or queue.in_flight) and queue in self.backlog.roster.closing:
+            self.backlog.roster.finished(queue)
+            _set(queue.settled)
 
     def _wake_if_waiting(self) -> None:
         if self.backlog.waiting or self.backlog.due_ns is not None:
@@ -282,21 +303,41 @@ class Dispatcher:
 
     def _finish(self, batch: Batch) -> None:
         """Settle the requests of a batch that was launched, or could not be staged."""
+        queue = batch.queue
         try:
-            batch.release(self.pool)
-            replies = cut(batch)
+            if queue.discard is not None:
+                batch.release(self.pool)
+                discard(batch, queue.discard)
+                replies: Replies = []
+            elif queue.tap is None:
+                batch.release(self.pool)
+                replies = cut(batch)
+            else:
+                replies = self._cut_and_sample(batch, queue.tap)
             with self.lock:
                 retried = self._record(batch)
             settled = results(batch, replies, retried=retried)
         except BaseException as error:
-            logger.exception("batch could not be settled model=%s", batch.queue.model.name)
+            logger.exception("batch could not be settled model=%s", queue.model.name)
             settled = [(ticket, Result(error=error)) for ticket in batch.tickets]
-        self._deliver(settled, batch.queue)
+        self._deliver(settled, queue, ended=True)
+        if batch.error is not None and isinstance(batch.error, DeviceLost):
+            self.on_lost(batch.error)
         if self._on_batch is not None:
             try:
                 self._on_batch(BatchReport.of(batch))
             except BaseException:
                 logger.exception("batch observer failed model=%s", batch.queue.model.name)
+
+    def _cut_and_sample(self, batch: Batch, tap: Tap) -> Replies:
+        try:
+            replies = cut(batch)
+            # What other programs gave that were exchanged meanwhile is no reference any more.
+            if batch.error is None and batch.outputs is not None and batch.programs is batch.queue.model.programs:
+                tap.offer(batch)
+        finally:
+            batch.release(self.pool)
+        return replies
 
     def _record(self, batch: Batch) -> bool:
         """Count `batch`; whether its requests will be run again, one by one. Lock held."""
@@ -305,10 +346,11 @@ class Dispatcher:
         if batch.launched_ns:
             now_ns = batch.launched_ns + batch.compute_ns
             # Time that a failure took was used as well, but says nothing about the program.
-            backlog.shares.charge(queue, batch.compute_ns / 1e9, now_ns)
-            if batch.error is None and batch.outputs is not None:
+            backlog.shares.charge(queue.account, batch.compute_ns / 1e9, now_ns)
+            # A run of programs that were exchanged meanwhile says nothing about those that took their place.
+            if batch.error is None and batch.outputs is not None and batch.programs is queue.model.programs:
                 backlog.measured(queue, batch.tickets[0].variant, batch.batch_key, batch.compute_ns, now_ns)
-        if batch.error is not None and may_retry(batch) and not (queue.removed or self._exit):
+        if batch.error is not None and may_retry(batch) and queue.refusal is None and not self._exit:
             backlog.retry(queue, batch.live)
             return True
         return False
@@ -316,15 +358,17 @@ class Dispatcher:
     def _drop(self, dropped: Sequence[Dropped]) -> None:
         """Settle requests that never ran, each with its error."""
         now_ns = self.clock()
+        by_queue: dict[ModelQueue, Settled] = {}
         with self.lock:
-            for ticket, reason, _ in dropped:
+            for ticket, reason, error in dropped:
                 ticket.queue.counters.dropped[reason] += 1
-        self._deliver(
-            [(ticket, Result(error=error, queue_ns=now_ns - ticket.enqueued_ns)) for ticket, _, error in dropped]
-        )
+                result = Result(error=error, queue_ns=now_ns - ticket.enqueued_ns)
+                by_queue.setdefault(ticket.queue, []).append((ticket, result))
+        for queue, settled in by_queue.items():
+            self._deliver(settled, queue)
 
-    def _deliver(self, settled: Settled, queue: ModelQueue | None = None) -> None:
-        """Call every `done`; then one batch of `queue` is no longer in flight."""
+    def _deliver(self, settled: Settled, queue: ModelQueue, *, ended: bool = False) -> None:
+        """Call every `done` of requests of `queue`; `ended`: and then one of its batches is no longer in flight."""
         delivered = 0
         for ticket, result in settled:
             done, ticket.done = ticket.done, None
@@ -337,12 +381,13 @@ class Dispatcher:
                 logger.exception("done callback failed model=%s", ticket.queue.model.name)
         with self.lock:
             self.pending -= delivered
+            queue.pending -= delivered
+            if ended:
+                self.backlog.settled(queue)
+            if queue.closed:
+                self.look_finished(queue)
             if not self.pending and self.drained:
                 _set(self.drained)
-            if queue is not None:
-                self.backlog.settled(queue)
-                if not queue.in_flight and queue.settled:
-                    _set(queue.settled)
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -356,16 +401,8 @@ class Dispatcher:
         if staged is not None:
             staged.release(self.pool)
             self._drop([Dropped.because(ticket, error) for ticket in staged.tickets])
-            self._deliver([], staged.queue)
+            self._deliver([], staged.queue, ended=True)
         self._drop([Dropped.because(ticket, error) for ticket in tickets])
-
-    def unload(self, queue: ModelQueue, settled: threading.Event) -> None:
-        """Settle what waits in a removed queue; `settled` is set when no batch of it is in flight any more."""
-        self.revoke(ModelUnloaded(f"model {queue.model.name!r} was unloaded while the request waited"), queue)
-        with self.lock:
-            queue.settled.append(settled)
-            if not queue.in_flight:
-                _set(queue.settled)
 
     def finish(self) -> None:
         """End both threads after the running batch; what has not been launched by then is refused."""

@@ -137,7 +137,9 @@ class Launcher:
             return
         assert batch.staged is not None
         device, model = self._device, batch.queue.model
-        executable = model.programs[batch.tickets[0].variant][batch.batch_key]
+        # Read once: they may be exchanged at any time.
+        programs = batch.programs = model.programs
+        executable = programs[batch.tickets[0].variant][batch.batch_key]
         buffers: list[Buffer] = []
         try:
             for array, alias in batch.staged.inputs:

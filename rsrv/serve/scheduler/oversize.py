@@ -34,15 +34,39 @@ def pieces(inputs: Mapping[str, Tensor], specs: Sequence[TensorSpec], rows: int,
 
 
 class Joined:
-    """The pieces of one request; `done` is called once, with their outputs put together or with the first error."""
+    """The pieces of one request; `done` is called once, with their outputs put together or with the first error.
 
-    def __init__(self, n: int, specs: Sequence[TensorSpec], done: Callable[[Result], None]) -> None:
+    Args:
+        n: how many pieces there are.
+        specs: what the outputs are.
+        again: asked when all have run well, whether they are run again: they have to run on the same programs, and have
+            not when others were selected since `selections`. What it raises ends the request.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        specs: Sequence[TensorSpec],
+        done: Callable[[Result], None],
+        again: Callable[[Joined], bool],
+        selections: int,
+    ) -> None:
+        self._n = n
         self._specs = specs
         self._done = done
+        self._again = again
         self._left = n
         self._results: list[Result] = [_NOT_YET] * n
         self._error: BaseException | None = None
+        self.selections = selections
         self.tickets: list[Ticket] = []
+
+    def restart(self, selections: int) -> None:
+        """Make the pieces as if they had not run, on the programs of now."""
+        self.selections = selections
+        self._left = self._n
+        for at, ticket in enumerate(self.tickets):
+            ticket.done = self.done(at)
 
     def cancel(self) -> None:
         """As `Ticket.cancel`, for every piece."""
@@ -61,6 +85,8 @@ class Joined:
                 self.cancel()
             if not self._left:
                 try:
+                    if self._error is None and self._again(self):
+                        return
                     joined = self._join()
                 except BaseException as error:
                     # No memory for the whole, most likely: whoever waits has to be told.

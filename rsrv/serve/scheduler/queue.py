@@ -13,15 +13,18 @@ import numpy as np
 from rsrv.core.errors import Cancelled, DeadlineExceeded, RsrvError
 from rsrv.serve.scheduler.costs import UNMEASURED_SECONDS, Costs
 from rsrv.serve.scheduler.plan import Plan, Variant, plan, plan_single_rows
-from rsrv.serve.scheduler.stats import Counters
 
 if TYPE_CHECKING:
     import threading
 
     from rsrv.core.shm.tensor import Tensor
+    from rsrv.serve.scheduler.account import Account
     from rsrv.serve.scheduler.model import ServableModel
     from rsrv.serve.scheduler.policy import Policy
+    from rsrv.serve.scheduler.tap import Tap
 
+ORIGINAL = 1
+"""The key of the program set that a model is loaded with."""
 _FEW = 32
 """Holes in a queue, or dead entries in its heap, that are not worth a clean-up."""
 
@@ -119,72 +122,89 @@ class Dropped(NamedTuple):
 
 
 class ModelQueue:
-    """Everything the scheduler keeps for one registered model: its FIFO queue, its share and what it has cost.
+    """Everything the scheduler keeps for one incarnation of a model: its FIFO queue, and what its programs cost.
 
     A request that was dropped leaves a hole in `tickets`, except at the front: the first ticket always waits.
 
     Attributes:
         depth, rows: requests that wait, and their rows.
         urgent_ns: the earliest of their deadlines, 0 = none has one.
-        weight, used: the account under `fair` (see `shares`).
+        account, counters: what is kept for its name, whichever incarnation serves it.
+        costs: of the programs that are selected.
         price: what the next batch is expected to cost in seconds, as of `planned`.
         planned: the next batch; None when it has to be planned anew.
         ripe_ns: when the first request has waited for company long enough.
-        in_flight: batches that left the queue and are not settled; when a `removed` model has none left, the events in
-            `settled` are set.
+        in_flight: batches that left the queue and are not settled.
+        pending: requests that were accepted and are not settled.
+        closed: no request is accepted any more; when nothing is pending either, the events in `settled` are set.
+        refusal: what those that no launch has yet end with; None = they run. A batch of them is never retried.
+        discard: what those that are running end with, whatever their results are; None = with these.
+        tap: who gets copies of what ran.
+        selections: how often the programs were exchanged.
         cancelled: where tickets announce that they are cancelled; shared by all queues.
     """
 
     __slots__ = (
+        "_alpha",
+        "_cost_sets",
         "_deadlines",
         "_holes",
         "_merged_price",
         "_sequence",
         "_single_keys",
         "_single_plans",
+        "account",
         "cancelled",
         "cap",
+        "closed",
         "costs",
         "counters",
         "depth",
+        "discard",
         "in_flight",
         "max_wait_ns",
         "model",
         "overtakes",
+        "pending",
         "planned",
         "price",
-        "removed",
+        "refusal",
         "ripe_ns",
         "rows",
+        "selections",
         "settled",
+        "tap",
         "tickets",
         "urgent_ns",
-        "used",
-        "weight",
     )
 
-    def __init__(self, model: ServableModel, policy: Policy, cancelled: deque[Ticket]) -> None:
-        own = policy.model(model.name)
+    def __init__(self, model: ServableModel, policy: Policy, cancelled: deque[Ticket], account: Account) -> None:
         self.model = model
         self.cancelled = cancelled
-        self.weight = own.weight
-        self.cap = own.max_batch_size if own.max_batch_size is not None else model.max_batch_size
-        self.max_wait_ns = policy.max_wait_ns if own.max_wait_ns is None else own.max_wait_ns
+        self.account = account
+        self.counters = account.counters
+        self.cap: int | None = None
+        self.max_wait_ns = 0
         self.overtakes = policy.variant_overtakes
         self._merged_price = 1 - policy.coalescing_discount
-        self.costs = Costs(policy.cost_ema_alpha)
-        self.counters = Counters()
+        self._alpha = policy.cost_ema_alpha
+        self.costs = Costs(self._alpha)
+        self._cost_sets = {ORIGINAL: self.costs}
         self.tickets: deque[Ticket] = deque()
         self.depth = 0
         self.rows = 0
         self.urgent_ns = 0
-        self.used = 0.0
         self.price = 0.0
         self.planned: Plan | None = None
         self.ripe_ns = 0
         self.in_flight = 0
-        self.removed = False
+        self.pending = 0
+        self.closed = False
+        self.refusal: BaseException | None = None
+        self.discard: BaseException | None = None
         self.settled: list[threading.Event] = []
+        self.tap: Tap | None = None
+        self.selections = 0
         self._holes = 0
         self._deadlines: list[tuple[int, int, Ticket]] = []
         self._sequence = 0
@@ -193,6 +213,29 @@ class ModelQueue:
         self._single_plans: dict[int, Plan] = {}
         keys = model.batch_keys_by_variant.get((), ()) if model.coalescable else ()
         self._single_keys: Sequence[int] = keys if len(model.batch_keys_by_variant) == 1 else ()
+        self.resolve(policy)
+
+    def resolve(self, policy: Policy) -> None:
+        """Set cap and window to what holds for the model: set while it ran, else the policy's, else its own."""
+        own, cap = policy.model(self.model.name), self.account.cap
+        if cap is None:
+            cap = own.max_batch_size if own.max_batch_size is not None else self.model.max_batch_size
+        self.cap = cap
+        window_ns = policy.max_wait_ns if own.max_wait_ns is None else own.max_wait_ns
+        self.max_wait_ns = 0 if self.closed else window_ns
+        self.replan()
+
+    def set_programs(self, model: ServableModel, key: int) -> None:
+        """Run the programs of `model` from the next launch on; each set `key` has costs of its own."""
+        self.model = model
+        self.selections += 1
+        self.costs = self._cost_sets.setdefault(key, Costs(self._alpha))
+        self.replan()
+
+    def forget_programs(self, key: int) -> None:
+        """Drop the costs of a set that is not selected."""
+        if self._cost_sets.get(key) is not self.costs:
+            self._cost_sets.pop(key, None)
 
     @property
     def max_batch_size(self) -> int:

@@ -45,7 +45,8 @@ def most_owed(ready: Iterable[ModelQueue], shares: Shares, cap: float, *, always
     highest = -float("inf")
     # `shares.priority`, written out for the same reason.
     for queue in ready:
-        deficit = queue.weight * per_weight - queue.used * per_used
+        account = queue.account
+        deficit = account.weight * per_weight - account.used * per_used
         if deficit >= 0:
             owed = (deficit if deficit < cap else cap) / queue.price
         elif always_divide:

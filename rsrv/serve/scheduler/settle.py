@@ -40,6 +40,11 @@ def cut(batch: Batch) -> Replies:
     return []
 
 
+def discard(batch: Batch, error: BaseException) -> None:
+    """Whatever became of `batch`, its requests end with `error`."""
+    batch.outputs, batch.error = None, error
+
+
 def may_retry(batch: Batch) -> bool:
     """One bad request must not fail its neighbours; but what a broken device fails, it would fail again."""
     return len(batch.tickets) > 1 and not isinstance(batch.error, DeviceError)

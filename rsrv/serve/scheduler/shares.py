@@ -16,7 +16,7 @@ _CANCELLED = 1e-6
 
 
 class Member(Protocol):
-    """A model's account: its share of the device, and the inflated seconds that it used."""
+    """A model's account (`account.Account`): its share of the device, and the inflated seconds that it used."""
 
     weight: float
     used: float

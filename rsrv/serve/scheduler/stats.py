@@ -22,7 +22,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True)
 class ModelStats:
-    """A snapshot of one model's counters.
+    """A snapshot of one model's counters. They go on when a new incarnation takes over; `incarnation` is the newest.
 
     Attributes:
         dispatch_count: executions that succeeded.
@@ -130,8 +130,9 @@ class Counters:
 
 
 def snapshot(queue: ModelQueue, recent_seconds: float, now_ns: int) -> ModelStats:
-    """What `queue` has counted and what it holds. The lock is held."""
-    counters, model = queue.counters, queue.model
+    """What the model of `queue` has counted and what it holds, with the incarnations before it. The lock is held."""
+    counters, model, queues = queue.counters, queue.model, queue.account.queues
+    oldest_ns = min([other.tickets[0].enqueued_ns for other in queues if other.depth], default=now_ns)
     return ModelStats(
         name=model.name,
         incarnation=model.incarnation,
@@ -140,11 +141,11 @@ def snapshot(queue: ModelQueue, recent_seconds: float, now_ns: int) -> ModelStat
         rows_served=counters.rows_served,
         padding_rows=counters.padding_rows,
         total_compute_seconds=counters.compute_ns / 1e9,
-        queue_depth=queue.depth,
-        queued_rows=queue.rows,
-        oldest_wait_seconds=(now_ns - queue.tickets[0].enqueued_ns) / 1e9 if queue.depth else 0.0,
-        in_flight=queue.in_flight,
-        weight=queue.weight,
+        queue_depth=sum([other.depth for other in queues]),
+        queued_rows=sum([other.rows for other in queues]),
+        oldest_wait_seconds=(now_ns - oldest_ns) / 1e9,
+        in_flight=sum([other.in_flight for other in queues]),
+        weight=queue.account.weight,
         max_batch_size=queue.max_batch_size,
         recent_seconds=recent_seconds,
         costs={program: estimate.mean_ns / 1e9 for program, estimate in queue.costs.estimates.items()},
