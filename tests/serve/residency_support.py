@@ -5,7 +5,7 @@ import time
 from contextlib import contextmanager
 
 import numpy as np
-from sched_support import LONG, Clock, Gate, Reply, X, Y, rows_of, send, signature
+from sched_support import INCARNATIONS, LONG, Clock, Gate, Reply, X, Y, rows_of, send, signature
 
 from rsrv.bundle.manifest import Manifest
 from rsrv.bundle.safetensors import write_weights
@@ -110,6 +110,7 @@ class Site:
             self.device, self.scheduler, self.ledger, self.pool, store=store, mode=mode, clock=self.clock, **options
         )
         self.models, self.values, self.replies = {}, {}, []
+        self.values_of = {}
         self.residency.start()
         self.scheduler.start()
 
@@ -133,7 +134,9 @@ class Site:
                 for key in keys
             }
             manifest = Manifest(name=name, executable_inputs=X, executable_outputs=Y)
-            m = self.models[name] = ServableModel(name, 1, manifest, {(): programs}, weights)
+            m = ServableModel(name, next(INCARNATIONS), manifest, {(): programs}, weights)
+            self.values_of[m] = self.values[name]
+            self.models[name] = m
             self.scheduler.add(m)
         return self.models[names[-1]]
 
@@ -146,7 +149,7 @@ class Site:
 
     def ask(self, name, *values, **options):
         x, m = rows_of(*(values or (1,))), self.models[name]
-        expected = affine(x, self.values[name])
+        expected = affine(x, self.values_of[m])
         reply = send(self.scheduler, m, x, **options)
         reply.expected = expected
         self.replies.append(reply)
@@ -209,6 +212,41 @@ class Site:
         assert not [thread.name for thread in threading.enumerate() if thread.name in THREADS]
 
 
+class Version:
+    """The next version of a model of a site: a file, weights and programs of its own."""
+
+    def __init__(self, here, name, *, seed=99, nbytes=NBYTES, floor=None):
+        self.here, self.name, self.old = here, name, here.models[name]
+        incarnation = next(INCARNATIONS)
+        self.own, self.aside = f"{name}#{incarnation}", f"{name}#{self.old.incarnation}"
+        self.values = np.random.default_rng(seed).integers(-99, 99, nbytes // 4).astype(np.float32)
+        self.path = here.path(self.own)
+        write_weights(self.path, [("w", self.values)])
+        self.weights = here.residency.open(self.own, open_weights(self.path), floor=floor, scratch_bytes=0, model=name)
+        programs = {
+            key: here.device.program(affine, signature(X, Y, key, weights=[self.values]), name=name)
+            for key in (1, 4, 8)
+        }
+        manifest = Manifest(name=name, executable_inputs=X, executable_outputs=Y)
+        self.model = ServableModel(name, incarnation, manifest, {(): programs}, self.weights)
+
+    def exchange(self):
+        """From now on it serves; the old version does what it has accepted."""
+        here = self.here
+        here.residency.exchange(self.old.weights, self.weights, self.aside)
+        here.scheduler.replace(self.model)
+        here.values[self.name] = here.values_of[self.model] = self.values
+        here.models[self.name] = self.model
+
+    def retire(self):
+        assert self.here.scheduler.retire(self.old, timeout=LONG)
+        self.here.residency.close_model(self.old.weights)
+
+    def swap(self):
+        self.exchange()
+        self.retire()
+
+
 def in_background(call, *arguments):
     """Run on a thread; calling what is returned waits for the result, or raises."""
     outcome = Reply()
@@ -230,4 +268,4 @@ def in_background(call, *arguments):
     return wait
 
 
-__all__ = ["LONG", "NBYTES", "Device", "Gate", "Site", "affine", "in_background"]
+__all__ = ["LONG", "NBYTES", "Device", "Gate", "Site", "Version", "affine", "in_background"]

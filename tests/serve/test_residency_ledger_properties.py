@@ -28,7 +28,7 @@ class Model:
     def __init__(self, private, digests, floor, scratch):
         self.private, self.digests, self.floor, self.scratch = private, digests, floor, scratch
         self.state, self.flagged = "cold", False
-        self.used, self.reload = [], None
+        self.used, self.inherited, self.reload = [], 0.0, None
 
 
 class Reference:
@@ -41,6 +41,7 @@ class Reference:
         self.models, self.lru, self.begun = {}, [], []
         self.probed = self.loads = self.uses = self.compactions = 0
         self.evicts = dict.fromkeys(EVICT_REASONS, 0)
+        self.reclaims = 0
         self.epoch = None
 
     def reserved(self, name):
@@ -73,10 +74,14 @@ class Reference:
     def worth(self, name):
         model = self.models[name]
         freed = self.union(self.held()) - self.union(self.held() - {name})
-        uses = 0.0
+        uses = self.uses_of(model)
+        return uses * (model.reload or 0.0) / freed if freed else math.inf
+
+    def uses_of(self, model):
+        uses = model.inherited
         for now in model.used:
             uses += 2.0 ** ((now - self.epoch) * (1e-9 / HALFLIFE_SECONDS))
-        return uses * (model.reload or 0.0) / freed if freed else math.inf
+        return uses
 
     def order(self):
         return list(self.lru) if self.policy == "lru" else sorted(self.lru, key=self.worth)
@@ -135,9 +140,37 @@ class Reference:
         ceiling = math.floor((1 - self.wiggle) * self.arena)
         return reserved + self.scratch <= ceiling and on_demand <= max(self.pool - reserved, 0)
 
+    def trim(self, target, in_use, protected):
+        names = []
+        for name in self.lru:
+            if self.union(self.held() - set(names)) <= target:
+                break
+            if not self.models[name].flagged and name not in in_use | protected:
+                names.append(name)
+        return names
+
+    def exchange(self, old, new, aside):
+        before, after = self.models.pop(old), self.models.pop(new)
+        self.models[aside], self.models[old] = before, after
+        after.flagged, before.flagged = before.flagged, False
+        after.inherited, after.used = self.uses_of(after) + self.uses_of(before), []
+        before.inherited, before.used = 0.0, []
+        after.reload = before.reload if after.reload is None else after.reload
+        if old in self.lru:
+            place = [name for name in self.lru if name != new].index(old)
+            rest = [name for name in self.lru if name not in (old, new)]
+            if new in self.lru:
+                rest.insert(place, old)
+            self.lru = [aside, *rest]
+        else:
+            self.lru = [old if name == new else name for name in self.lru]
+        names = {old: aside, new: old}
+        self.begun = [names.get(name, name) for name in self.begun]
+
     def leave(self, name, reason):
         self.models[name].state = "cold"
-        evicted = reason == "floor" or (name in self.lru and reason != "compaction")
+        quiet = ("compaction", "idle", "deactivate")
+        evicted = reason == "floor" or (name in self.lru and reason not in quiet)
         if name in self.lru:
             self.lru.remove(name)
         if evicted:
@@ -229,6 +262,19 @@ class Books(RuleBasedStateMachine):
                 names.add(new)
         for order in (self.reference.lru, self.reference.begun):
             order[:] = [new if each == old else each for each in order]
+
+    @rule(data=st.data(), aside=st.sampled_from([*NAMES, "h", "i"]))
+    def reload(self, data, aside):
+        """A model that was registered under a name of its own is the next version of another one from now on."""
+        old = self.some(data, self.reference.models)
+        new = self.some(data, set(self.reference.models) - {old})
+        if aside in self.reference.models:
+            return
+        self.ledger.exchange(old, new, aside)
+        self.reference.exchange(old, new, aside)
+        names = {old: aside, new: old}
+        self.in_use = {names.get(name, name) for name in self.in_use}
+        self.protected = {names.get(name, name) for name in self.protected}
 
     @rule(data=st.data(), digests=st.sets(st.sampled_from(sorted(DIGESTS))))
     def share(self, data, digests):
@@ -400,7 +446,7 @@ class Books(RuleBasedStateMachine):
     def end_use(self, data):
         self.in_use.discard(self.some(data, self.in_use))
 
-    @rule(data=st.data(), reason=st.sampled_from(["oom", "unload", "budget"]))
+    @rule(data=st.data(), reason=st.sampled_from(["oom", "unload", "budget", "idle", "deactivate"]))
     def evict(self, data, reason):
         names = data.draw(st.lists(st.sampled_from(sorted(self.reference.models)), max_size=2))
         reference = self.reference
@@ -412,6 +458,24 @@ class Books(RuleBasedStateMachine):
                 expected.append(name)
         assert [*self.ledger.evict(names, reason)] == expected
         self.left(expected, reason)
+        reference.reclaims += len(expected) * (reason == "idle")
+
+    @rule(most=st.integers(0, 400))
+    def trim(self, most):
+        """What an operator leaves, which is never what is pinned, in use, or was loaded for those who wait."""
+        expected = self.reference.trim(most, self.in_use, self.protected)
+        hooks = {"in_use": self.in_use.__contains__, "protected": self.protected.__contains__}
+        names = self.ledger.plan_trim(most, **hooks)
+        assert [*names] == expected
+        assert self.ledger.evict(names, "trim") == names
+        self.left(names, "trim")
+        seen = self.ledger.snapshot(self.now)
+        stay = {
+            name
+            for name in self.reference.lru
+            if not (self.reference.models[name].flagged or name in self.in_use | self.protected)
+        }
+        assert seen.pinned_bytes + seen.resident_bytes <= most or not stay
 
     @rule()
     def compact(self):
@@ -438,6 +502,10 @@ class Books(RuleBasedStateMachine):
         assert seen.evictable_bytes == on_demand - reference.sums(reference.held() - movable)[1]
         assert seen.evicts == reference.evicts
         assert (seen.loads, seen.uses, seen.compactions) == (reference.loads, reference.uses, reference.compactions)
+        assert seen.idle_reclaims == reference.reclaims
+        assert {name for name, model in seen.models.items() if model.pinned} == {
+            name for name, model in reference.models.items() if model.flagged
+        }
 
     @invariant(check_during_init=False)
     def the_budget_is_kept(self):
@@ -478,7 +546,8 @@ def test_the_books_agree_over_a_long_run_with_many_models_on_the_device(seed):
     run.open(chance.choice([150, 250, 350]), 1.0, chance.random() < 0.5, False, policy, models)
     for _ in range(150):
         move = chance.choice(
-            ["serve"] * 12 + ["begin", "commit", "fail", "end", "flag", "floor", "share", "add", "drop"]
+            ["serve"] * 14
+            + ["begin", "commit", "fail", "end", "flag", "floor", "share", "add", "drop", "reload", "trim", "idle"]
         )
         seconds = chance.randint(0, 60)
         if move == "serve":
@@ -495,6 +564,15 @@ def test_the_books_agree_over_a_long_run_with_many_models_on_the_device(seed):
             run.flag(data, chance.random() < 0.3)
         elif move == "floor":
             run.move_floor(data, chance.choice([*Floor, Floor.UNPINNED, Floor.UNPINNED]))
+        elif move == "reload":
+            run.reload(data, chance.choice([*NAMES, "h"]))
+        elif move == "trim":
+            run.trim(chance.randint(0, 300))
+        elif move == "idle":
+            names = [name for name in run.reference.lru if not run.reference.models[name].flagged][:2]
+            assert [*run.ledger.evict(names, "idle")] == names
+            run.left(names, "idle")
+            run.reference.reclaims += len(names)
         elif move == "share":
             run.share(data, {digest for digest in DIGESTS if chance.random() < 0.5})
         elif move == "add" and len(run.reference.models) < len(NAMES):

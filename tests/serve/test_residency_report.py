@@ -9,7 +9,7 @@ from rsrv.serve.residency.floors import Floor
 
 def reported(here, caplog):
     caplog.clear()
-    with caplog.at_level(logging.INFO, "rsrv.serve.residency.manager"):
+    with caplog.at_level(logging.INFO, "rsrv.serve.residency.report"):
         here.residency.report_budget()
     return [(record.levelname, record.getMessage()) for record in caplog.records]
 
@@ -47,6 +47,6 @@ def test_pinning_more_than_the_pool_is_a_warning(site, caplog):
 def test_a_floor_that_was_changed_is_followed_by_the_budget(site, caplog):
     here = site(4)
     here.add("a")
-    with caplog.at_level(logging.INFO, "rsrv.serve.residency.manager"):
+    with caplog.at_level(logging.INFO, "rsrv.serve.residency.report"):
         here.residency.set_floor("a", Floor.DEVICE)
     assert f"pinned={NBYTES} budget={3 * NBYTES}" in caplog.text

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from residency_support import NBYTES, Device, Site, in_background
+from residency_support import NBYTES, Device, Site, Version, in_background
 
 from rsrv.core.errors import (
     Cancelled,
@@ -15,6 +15,7 @@ from rsrv.core.errors import (
     ModelUnloaded,
     ServerStopping,
     UnknownModel,
+    WrongState,
 )
 from rsrv.serve.residency.floors import Floor
 from rsrv.serve.scheduler.policy import Policy
@@ -79,7 +80,8 @@ class Traffic:
                 assert isinstance(result.error, (Cancelled, DeadlineExceeded, DeviceOutOfMemory, ModelUnloaded))
 
     def operate(self, n):
-        moves = [self.floor, self.floor, self.compact, self.flag, self.hold, self.replace, self.wait]
+        moves = [self.floor, self.floor, self.compact, self.flag, self.hold, self.replace, self.wait, self.reload]
+        moves += [self.reload, self.activate, self.deactivate, self.trim, self.reclaim]
         for _ in range(n):
             self.random.choice(moves)()
             self.look()
@@ -103,10 +105,34 @@ class Traffic:
             self.here.residency.compact(self.random.sample("abcdef", 2))
 
     def flag(self):
-        with self.here.residency._lock:
-            for name in "ab":
-                if name in self.here.models:
-                    self.here.ledger.flag(name, self.random.random() < 0.3)
+        residency = self.here.residency
+        for name in "ab":
+            (residency.pin if self.random.random() < 0.3 else residency.unpin)(name)
+
+    def reload(self):
+        name = self.random.choice("abcd")
+        try:
+            version = Version(self.here, name, seed=self.random.randint(0, 99), nbytes=SIZES[name] * NBYTES)
+        except DeviceOutOfMemory:
+            return
+        version.exchange()
+        self.look()
+        version.retire()
+
+    def activate(self):
+        with contextlib.suppress(DeviceOutOfMemory):
+            self.here.residency.activate(self.random.choice("abcde"))
+
+    def deactivate(self):
+        with contextlib.suppress(WrongState):
+            self.here.residency.deactivate(self.random.choice("abcde"), host=self.random.random() < 0.5)
+
+    def trim(self):
+        left = self.here.residency.trim(self.random.randint(0, BUDGET) * NBYTES)
+        assert 0 <= left <= BUDGET * NBYTES
+
+    def reclaim(self):
+        self.here.residency.reclaim(parameter_idle_s=0.005, host_idle_s=0.01)
 
     def hold(self):
         m = self.here.models[self.random.choice("abcd")]
@@ -146,15 +172,14 @@ def test_whatever_happens_answers_are_right_and_the_budget_is_kept(tmp_path, uni
         traffic = Traffic(here, seed)
         traffic.loaded = loaded
         clients = [in_background(traffic.client, 10 * seed + at, 100) for at in range(3)]
-        traffic.operate(40)
+        traffic.operate(60)
         for wait in clients:
             wait()
         here.device.rate = 0.0
         here.settle()
         for name in "abcdef":
+            here.residency.unpin(name)
             here.residency.set_floor(name, Floor.UNPINNED)
-            with here.residency._lock:
-                here.ledger.flag(name, False)
         here.serve(*"abcdef")
         here.is_consistent()
         # Room for what is pinned and the largest that is not; the device never had more than its arena.
@@ -194,7 +219,13 @@ def test_a_server_stops_in_the_middle_of_everything(tmp_path, unified, seed):
                 try:
                     here.residency.set_floor(rng.choice("abcd"), rng.choice(FLOORS))
                     here.residency.compact(["a"])
-                except DeviceOutOfMemory:
+                    here.residency.activate(rng.choice("abcd"))
+                    here.residency.trim(NBYTES)
+                    here.residency.deactivate(rng.choice("abcd"), host=True)
+                    version = Version(here, rng.choice("abcd"))
+                    version.exchange()
+                    version.retire()
+                except (DeviceOutOfMemory, WrongState):
                     pass
         except ServerStopping:
             pass

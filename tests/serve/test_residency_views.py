@@ -117,7 +117,7 @@ def test_metrics_say_which_weights_are_where(sources):
     assert found["host_weights_bytes",] == 0
     assert found["host_weights_shared",] == 0
     for shared in (False, True):
-        sources.residency.places["affine"] = ModelResidency(Floor.SYSTEM, False, True, 24, host_shared=shared)
+        sources.residency.places["affine"] = ModelResidency(Floor.SYSTEM, False, True, 24, shared, host_bytes=24)
         found = samples(sources)
         assert (found["host_weights_bytes",], found["host_weights_shared",]) == (24, shared)
 

@@ -27,6 +27,7 @@ class ScriptedResidency:
         self.on_demand = True
         self.places = places
         self.resident_bytes = 48
+        self.releasing_bytes = 0
         self.arena = 1000
         self.counted: dict[str, ModelState] = {}
         self.error: BaseException | None = None

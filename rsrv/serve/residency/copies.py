@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rsrv.core.errors import WeightsError
+from rsrv.serve.residency.floors import Floor
 from rsrv.serve.residency.handle import Failure
 from rsrv.serve.residency.tensors import TensorPool, trim
 
@@ -48,6 +50,10 @@ class Copies:
         try:
             if self.shares_arena:
                 self.keep_host(weights)
+            elif weights.floor is Floor.SYSTEM and not self.device.unified:
+                # The copy was dropped while nobody used it. Without room for one the file does as well.
+                with contextlib.suppress(OSError):
+                    self.keep_host(weights)
             weights.placed = self.pool.load(weights.file, weights.host)
         except BaseException as error:
             if self.shares_arena:
@@ -79,7 +85,7 @@ class Copies:
                     placed.free()
                 except BufferError as error:
                     # Nothing will run on it, so whoever comes next need not fail for it.
-                    log.warning("memory stays mapped while something looks at it model=%s why=%s", weights.name, error)
+                    log.warning("memory stays mapped while something looks at it model=%s why=%s", weights.model, error)
             if self.shares_arena:
                 self.drop_host(weights)
         if freed:
@@ -88,7 +94,7 @@ class Copies:
     def keep_host(self, weights: ModelWeights) -> None:
         """Have a copy in host memory. Raises WeightsError or OSError."""
         if weights.host is None and self._store is not None:
-            weights.host = self.pool.host_copy(self._store, weights.name, weights.file)
+            weights.host = self.pool.host_copy(self._store, weights.model, weights.file)
 
     def drop_host(self, weights: ModelWeights) -> None:
         host, weights.host = weights.host, None

@@ -85,6 +85,22 @@ class Verifier:
                 if not names:
                     del self._declaring[digest]
 
+    def rename(self, old: str, new: str) -> None:
+        """The model `old` is known as `new`; one that is not known is fine."""
+        with self._lock:
+            model = self._models.pop(old, None)
+            if model is None:
+                return
+            self._models[new] = model
+            for digest in _digests(model.file):
+                names = self._declaring[digest]
+                names.discard(old)
+                names.add(new)
+            # What was under way for the old name is given up.
+            if new not in self._due:
+                self._due.append(new)
+        self._wake.set()
+
     def verify_next(self) -> bool:
         """Look at the next model that is due; False when it has to be done again later, or none is due."""
         with self._lock:

@@ -48,6 +48,17 @@ class Entry:
         self.last_used_ns = now_ns
         self.state = State.RESIDENT
 
+    def succeed(self, old: Entry) -> None:
+        """This is the next version of `old`: pin flag and use go on here, and `old` is one that nobody has used."""
+        self.flagged, old.flagged = old.flagged, False
+        self.loads, old.loads = self.loads + old.loads, 0
+        self.evicts, old.evicts = self.evicts + old.evicts, 0
+        self.uses, old.uses = self.uses + old.uses, 0.0
+        times = [ns for ns in (self.last_used_ns, old.last_used_ns) if ns is not None]
+        self.last_used_ns = max(times, default=None)
+        if self.reload_seconds is None:
+            self.reload_seconds = old.reload_seconds
+
     def idle_seconds(self, now_ns: int) -> float | None:
         return None if self.last_used_ns is None else max(now_ns - self.last_used_ns, 0) / 1e9
 

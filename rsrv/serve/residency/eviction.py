@@ -116,6 +116,17 @@ def choose(trial: Trial, limit: int, occupants: Occupants, *, everything: bool =
     return Choice((*idle, *busy), busy, blocked, trial.missing(), trial.on_demand <= limit)
 
 
+def succeeded(order: Iterable[Entry], before: Entry, after: Entry) -> list[Entry]:
+    """An order of eviction in which `after` has the place of `before`, if it is in it, and `before` leaves first."""
+    entries = [*order]
+    there = after in entries
+    if there:
+        entries.remove(after)
+    at = entries.index(before)
+    entries[at : at + 1] = [after] if there else []
+    return [before, *entries]
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How a model gets onto the device.

@@ -80,6 +80,14 @@ class Ghosts:
         if self._last is item:
             self._last = None
 
+    def succeed(self, new: Hashable, old: Hashable) -> None:
+        """What was `old` so far is `new` from now on."""
+        item = self._items.pop(old, None)
+        if item is not None:
+            self.forget(new)
+            item.key = new
+            self._items[new] = item
+
     def bytes_for(self, fraction: float) -> int | None:
         """Bytes with which that fraction of the repeated uses would have hit; None when there were none."""
         self._settle()

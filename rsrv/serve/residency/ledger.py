@@ -11,25 +11,16 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
-from rsrv.core.errors import DeviceOutOfMemory, NotResident
 from rsrv.serve.budget import Budget, resolve_budget
+from rsrv.serve.residency import refusals
 from rsrv.serve.residency.entry import Entry
-from rsrv.serve.residency.eviction import Occupants, Plan, Rates, choose, worth
+from rsrv.serve.residency.eviction import Occupants, Plan, Rates, choose, succeeded, worth
 from rsrv.serve.residency.floors import Floor, FloorChange, is_reserved
 from rsrv.serve.residency.ghosts import Ghosts
 from rsrv.serve.residency.holdings import Footprint, Holdings, Trial
-from rsrv.serve.residency.snapshot import (
-    EVICT_REASONS,
-    EvictReason,
-    IdleModel,
-    LedgerSnapshot,
-    Policy,
-    State,
-)
+from rsrv.serve.residency.snapshot import EVICT_REASONS, EvictReason, IdleModel, LedgerSnapshot, Policy, State
 
 __all__ = ["Ledger", "LedgerSnapshot", "Plan"]
-
-_ROOM_HINT = "unpin a model, raise runtime.device_memory_bytes, or serve fewer models on this device"
 
 
 class Ledger:
@@ -79,6 +70,7 @@ class Ledger:
         self._load_seconds = 0.0
         self._evicts: dict[EvictReason, int] = dict.fromkeys(EVICT_REASONS, 0)
         self._compactions = 0
+        self._idle_reclaims = 0
         self._scratch = scratch_floor
         self._rebudget()
 
@@ -115,6 +107,27 @@ class Ledger:
         entry.name = new
         self._entries[new] = entry
 
+    def exchange(self, old: str, new: str, aside: str) -> None:
+        """The model `new` is the next version of `old`: it is known as `old` from now on, and that one as `aside`.
+
+        Pin flag, use and place in the order of eviction go to the next version; the other is the first to leave.
+        Floors, bytes and what is on the device stay what they are. Raises ValueError when `aside` is taken.
+        """
+        if aside in self._entries:
+            raise ValueError(f"model {aside!r} is already in the ledger")
+        before, after = self._find(old), self._find(new)
+        del self._entries[old], self._entries[new]
+        before.name, after.name = aside, old
+        self._entries[aside], self._entries[old] = before, after
+        after.succeed(before)
+        if after.reserved:
+            self._ghosts.forget(before)
+        else:
+            self._ghosts.succeed(after, before)
+        if before in self._lru:
+            self._lru = OrderedDict.fromkeys(succeeded(self._lru, before, after))
+        self._recent = None
+
     def share(self, name: str, shared: Mapping[str, int]) -> None:
         """These tensors of `name`, digest -> bytes, are held once for all models that have the digest.
 
@@ -149,6 +162,9 @@ class Ledger:
     def wiggle_bytes(self) -> int:
         """The slack of the arena."""
         return self._arena - self._ceiling
+
+    def state(self, name: str) -> State:
+        return self._find(name).state
 
     def is_resident(self, name: str) -> bool:
         return self._find(name).state is State.RESIDENT
@@ -198,18 +214,10 @@ class Ledger:
         """
         entry = self._require_cold(name)
         if self._externally_managed and not forced:
-            raise NotResident(
-                f"the weights of model {name!r} are not on the device, and nothing brings them there by itself "
-                "(model_control_mode: explicit)",
-                hint=f"rsrv ctl residency {name} device",
-            )
+            raise refusals.not_by_itself(name)
         trial = Trial(self._holdings, entry.footprint, reserved=entry.reserved)
         if entry.reserved and trial.reserved > self._arena:
-            raise DeviceOutOfMemory(
-                f"model {name!r} is to stay on the device with {entry.footprint.nbytes} bytes of weights; with what is "
-                f"pinned already that is {trial.reserved} of {self._arena} bytes",
-                hint=_ROOM_HINT,
-            )
+            raise refusals.no_room_to_stay(name, entry.footprint.nbytes, reserved=trial.reserved, arena=self._arena)
         occupants = self._occupants(in_use, protected)
         chosen = choose(trial, self._limit(trial.reserved), occupants, everything=everything)
         exceeds = entry.reserved and trial.reserved > self._budget.weight_pool
@@ -268,6 +276,8 @@ class Ledger:
                 leaving.append(entry)
         if reason == "compaction":
             self._compactions += 1
+        elif reason == "idle":
+            self._idle_reclaims += len(leaving)
         self._rebudget()
         return _names(leaving)
 
@@ -286,6 +296,22 @@ class Ledger:
                 break
             trial.without(entry.footprint)
             victims.append(entry)
+        return _names(victims)
+
+    def plan_trim(
+        self, target: int, *, in_use: Callable[[str], bool], protected: Callable[[str], bool]
+    ) -> tuple[str, ...]:
+        """Who leaves, the least recently used first, so that at most `target` bytes are taken, pinned ones included.
+
+        What is in use, protected or pinned stays, so that it may remain more. Changes nothing.
+        """
+        trial, victims = Trial(self._holdings), []
+        for entry in self._lru:
+            if trial.reserved + trial.on_demand <= target:
+                break
+            if not (entry.flagged or protected(entry.name) or in_use(entry.name)):
+                trial.without(entry.footprint)
+                victims.append(entry)
         return _names(victims)
 
     def compactable(self) -> tuple[str, ...]:
@@ -313,12 +339,8 @@ class Ledger:
         if entry.held:
             self._holdings.hold(entry.footprint, reserved=False)
         if trial.reserved + self._scratch > self._ceiling or trial.on_demand > self._limit(trial.reserved):
-            flagged = f" and {trial.on_demand} pinned by flag" if trial.on_demand else ""
-            raise DeviceOutOfMemory(
-                f"model {name!r} cannot be pinned to the device: with it {trial.reserved} bytes of weights would be "
-                f"pinned{flagged}, beside {self._scratch} of scratch and {self.wiggle_bytes} of slack in "
-                f"{self._arena} bytes",
-                hint=_ROOM_HINT,
+            raise refusals.no_room_to_pin(
+                name, trial, scratch=self._scratch, slack=self.wiggle_bytes, arena=self._arena
             )
 
     def set_floor(self, name: str, floor: Floor) -> FloorChange:
@@ -379,6 +401,7 @@ class Ledger:
             lru=tuple(IdleModel(entry.name, entry.idle_seconds(now_ns) or 0.0) for entry in self._lru),
             models={name: entry.at(now_ns, per_second) for name, entry in self._entries.items()},
             bytes_for_99_percent_hits=self._ghosts.bytes_for(0.99),
+            idle_reclaims=self._idle_reclaims,
         )
 
     # --- small parts --------------------------------------------------------------------------------------------------
@@ -427,18 +450,9 @@ class Ledger:
         """Raises DeviceOutOfMemory unless a model that exceeds the budget, with all gone that can go, may go on."""
         limit, nbytes = self._limit(trial.reserved), entry.footprint.nbytes
         if occupants.flagged:
-            names = ", ".join(_names(occupants.flagged))
-            raise DeviceOutOfMemory(
-                f"no room for the {nbytes} bytes of model {entry.name!r}: of {limit} bytes for weights on demand, "
-                f"models that are pinned by flag do not leave enough ({names})",
-                hint=_ROOM_HINT,
-            )
+            raise refusals.no_room_beside_flagged(entry.name, nbytes, limit, _names(occupants.flagged))
         if not self._may_exceed(trial.on_demand):
-            raise DeviceOutOfMemory(
-                f"no room for the {nbytes} bytes of model {entry.name!r}: models that are pinned to the device take "
-                f"{trial.reserved} of {self._arena} bytes",
-                hint=_ROOM_HINT,
-            )
+            raise refusals.no_room_beside_pinned(entry.name, nbytes, reserved=trial.reserved, arena=self._arena)
 
     def _leave(self, entry: Entry, reason: EvictReason) -> None:
         """Its bytes are free. What was resident on demand counts as evicted, and what a change of its floor frees."""
@@ -446,7 +460,7 @@ class Ledger:
             return
         self._holdings.release(entry.footprint, reserved=entry.reserved)
         self._loading.pop(entry, None)
-        evicted = reason == "floor" or (entry in self._lru and reason != "compaction")
+        evicted = reason == "floor" or (entry in self._lru and reason in EVICT_REASONS)
         self._lru.pop(entry, None)
         if evicted and entry.state is State.RESIDENT:
             self._evicts[reason] += 1

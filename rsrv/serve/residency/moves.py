@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from rsrv.core.errors import (
     BundleError,
+    DeviceLost,
     DeviceOutOfMemory,
+    ModelUnloaded,
     NotResident,
     RsrvError,
     ServerStopping,
@@ -90,6 +92,8 @@ class Moves:
         self._closed = False
         self._job: Job | None = None
         self._orders: deque[Order] = deque()
+        # Those that somebody ordered to the device, once for each order.
+        self._expected: list[ModelWeights] = []
         self._wanted: deque[ModelWeights] = deque()
         self._queues: dict[ModelWeights, list[ModelQueue]] = {}
         # Loaded for these queues and not used yet: evicting them now would have been work for nothing.
@@ -113,13 +117,20 @@ class Moves:
         while self._orders:
             self._orders.popleft().then(stopping)
 
+    def now_ns(self) -> int:
+        """On the clock of all times here."""
+        return self._clock()
+
     @property
     def hangs(self) -> bool:
         """Bytes are being moved still, although it was stopped."""
         return self._transfer.left and self._transfer.is_alive
 
-    def order(self, begin: Callable[[Future[object]], bool]) -> Future[object]:
-        """Have something done in its turn, which resolves the future in the end; see `Order`. From any thread."""
+    def order(self, begin: Callable[[Future[object]], bool], *, brings: ModelWeights | None = None) -> Future[object]:
+        """Have something done in its turn, which resolves the future in the end; see `Order`. From any thread.
+
+        Requests for the weights that it `brings` wait for it, whoever moves weights.
+        """
         future: Future[object] = Future()
         order = Order(partial(begin, future), partial(resolve, future, None))
 
@@ -127,6 +138,9 @@ class Moves:
             if self._closed:
                 order.then(ServerStopping("the server is stopping"))
                 return
+            if brings is not None:
+                self._expected.append(brings)
+                future.add_done_callback(lambda future: self._expected.remove(brings))
             self._orders.append(order)
             self.advance()
 
@@ -160,10 +174,11 @@ class Moves:
         queues = self._queues.setdefault(weights, [])
         if queue not in queues:
             queues.append(queue)
-        coming = weights.resident or (self._job is not None and self._job.target is weights)
+        coming = weights.resident or weights in self._expected
+        coming = coming or (self._job is not None and self._job.target is weights)
         if self._mode == "externally_managed" and not coming:
             # Nobody has to wait for the end of a job to hear this.
-            self.arrived(weights, _not_resident(weights.name))
+            self.arrived(weights, _not_resident(weights.model))
         elif weights not in self._wanted:
             self._wanted.append(weights)
 
@@ -187,7 +202,7 @@ class Moves:
                     begun = self._begin_wanted(weights)
                 except BaseException as error:
                     # A bug. Those who wait for these weights are told, and the others go on.
-                    log.exception("load could not begin model=%s", weights.name)
+                    log.exception("load could not begin model=%s", weights.model)
                     self.arrived(weights, error)
                     continue
                 if not begun:
@@ -197,6 +212,10 @@ class Moves:
             if not begun:
                 self._blocked = True
                 return
+
+    def _is_known(self, weights: ModelWeights) -> bool:
+        with self._lock:
+            return self._by_name.get(weights.name) is weights
 
     def _next_wanted(self) -> ModelWeights:
         if self._scheduler.policy.discipline != "edf" or len(self._wanted) == 1:
@@ -211,13 +230,16 @@ class Moves:
         """Load `weights` for the requests that wait for them."""
         if not any(map(self._scheduler.wants, self._queues.get(weights, []))):
             self.forget(weights)
+        elif not self._is_known(weights):
+            # A warm-up did not hear of the end in time; by now another model may have the name.
+            self.arrived(weights, ModelUnloaded(f"the weights of model {weights.model!r} were removed"))
         elif weights.resident:
             self.arrived(weights, None)
         elif self._mode == "externally_managed":
-            self.arrived(weights, _not_resident(weights.name))
+            self.arrived(weights, _not_resident(weights.model))
         elif (error := self.copies.known_failure(weights)) is not None:
             # Nobody leaves for weights that will not come.
-            self.arrived(weights, unavailable(weights.name, error))
+            self.arrived(weights, unavailable(weights.model, error))
         else:
             return self.begin_load(weights, partial(self.arrived, weights))
         return True
@@ -225,6 +247,8 @@ class Moves:
     def arrived(self, weights: ModelWeights, outcome: Outcome) -> None:
         """`weights` are on the device, or will not come: those who wait for them go on, or are told why."""
         queues = self._queues.pop(weights, [])
+        if weights in self._wanted:
+            self._wanted.remove(weights)
         if outcome is not None:
             for queue in queues:
                 self._scheduler.refuse(queue, outcome)
@@ -256,6 +280,9 @@ class Moves:
         """
         job = Job(move, partial(self._end, then), [*leaving], target)
         self._job = job
+        for weights in job.waits:
+            # Somebody ordered them away although they were not used yet: whoever waits asks for them anew.
+            self._fresh.pop(weights, None)
         self._scheduler.expel(job.waits)
         if not any(weights.uses for weights in job.waits):
             self._transfer.put(job)
@@ -263,18 +290,28 @@ class Moves:
     def _end(self, then: Then, outcome: Outcome) -> None:
         job, self._job = self._job, None
         assert job is not None
+        now_ns = self._clock()
         for weights in job.waits:
             weights.leaving = False
+            weights.left_ns = now_ns
         try:
             then(outcome)
         finally:
             self.advance()
 
-    def begin_load(self, weights: ModelWeights, then: Then, *, forced: bool = False, again: bool = False) -> bool:
+    def begin_load(
+        self,
+        weights: ModelWeights,
+        then: Then,
+        *,
+        forced: bool = False,
+        again: bool = False,
+        moving: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Bring `weights` to the device, others leave for them; False when those in the way have not been used yet.
 
         `forced`: ordered, not for requests, so also where an operator moves weights. `again`: the device ran out of
-        memory, so all that may leave does.
+        memory, so all that may leave does. `moving` is called, on the transfer thread, when bytes begin to move.
         `then` is told an RsrvError, or None.
         """
         if weights.resident:
@@ -298,11 +335,12 @@ class Moves:
             return False
         if plan.exceeds and not weights.warned:
             weights.warned = True
-            log.warning("model exceeds budget name=%s bytes=%d budget=%d", weights.name, plan.need, budget.on_demand)
+            log.warning("model exceeds budget name=%s bytes=%d budget=%d", weights.model, plan.need, budget.on_demand)
         began_ns = 0
 
         def move() -> None:
             nonlocal began_ns
+            moving()
             self.copies.drop(victims)
             began_ns = self._clock()
             self.copies.bring(weights)
@@ -310,17 +348,21 @@ class Moves:
         def ended(outcome: Outcome) -> None:
             if outcome is None:
                 self._loaded(weights, began_ns, for_requests=not forced)
+                # Requests may wait for what somebody ordered, too, and further orders may wait for those.
+                self.arrived(weights, None)
                 then(None)
                 return
             with self._lock:
                 self._ledger.fail(weights.name)
+            if isinstance(outcome, DeviceLost):
+                self._scheduler.lose(outcome)
             if isinstance(outcome, DeviceOutOfMemory) and not again:
-                log.warning("device out of memory model=%s; all leaves for it why=%s", weights.name, outcome.message)
+                log.warning("device out of memory model=%s; all leaves for it why=%s", weights.model, outcome.message)
                 self.order_next(partial(self.begin_load, weights, then, forced=forced, again=True), then)
             else:
                 if not isinstance(outcome, ServerStopping):
-                    log.warning("weights could not be loaded model=%s why=%s", weights.name, outcome)
-                then(unavailable(weights.name, outcome))
+                    log.warning("weights could not be loaded model=%s why=%s", weights.model, outcome)
+                then(unavailable(weights.model, outcome))
 
         self.begin(move, ended, victims, target=weights)
         return True
@@ -333,7 +375,8 @@ class Moves:
             self._ledger.commit(weights.name, seconds, now_ns)
             self._ledger.share(weights.name, weights.placed.digests)
         weights.resident = True
-        self._on_load(weights.name, seconds)
+        weights.touch()
+        self._on_load(weights.model, seconds)
         # What somebody ordered, perhaps just after a compaction, is not to be compacted away because of that.
         self._loads_since_compaction += for_requests
         if for_requests and self._loads_since_compaction >= self._interval > 0:

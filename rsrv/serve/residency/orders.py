@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from rsrv.core.errors import ServerStopping, UnknownModel
 from rsrv.serve.residency.floors import Floor
+from rsrv.serve.residency.leaving import idles, lingers, require_unpinned
 from rsrv.serve.residency.moves import Moves, resolve, unavailable
 from rsrv.serve.residency.tensors import trim
 
@@ -38,9 +39,12 @@ class Orders:
         self._by_name = by_name
         self._lock = lock
 
-    def load(self, weights: ModelWeights) -> Future[object]:
-        """Bring them to the device, although nobody asks for it. Errors as `TensorPool.load`, and DeviceOutOfMemory."""
-        return self._moves.order(partial(self._begin_load, weights))
+    def load(self, weights: ModelWeights, moving: Callable[[], None] = lambda: None) -> Future[object]:
+        """Bring them to the device, although nobody asks for it. Errors as `TensorPool.load`, and DeviceOutOfMemory.
+
+        `moving` is called, on the transfer thread, once there is room.
+        """
+        return self._moves.order(partial(self._begin_load, weights, moving), brings=weights)
 
     def reload(self, weights: ModelWeights, keeping: Collection[ModelWeights]) -> Future[object]:
         """Like `load`, unless one of `keeping` had to leave for them: whether they came, were `there`, or have no room
@@ -54,6 +58,24 @@ class Orders:
     def shrink(self) -> Future[object]:
         """Evict what does not fit any more since the budget became smaller."""
         return self._moves.order(self._begin_shrink)
+
+    def leave(self, weights: ModelWeights, *, host: bool) -> Future[object]:
+        """Free them on the device, once no batch uses them, and with `host` their copy in host memory, too.
+
+        Ends with WrongState, and nothing happened, when they are pinned by then.
+        """
+        return self._moves.order(partial(self._begin_leaving, weights, host))
+
+    def trim(self, target: int) -> Future[object]:
+        """Evict what may leave and nobody uses, until at most `target` bytes are taken."""
+        return self._moves.order(partial(self._begin_trim, target))
+
+    def reclaim(self, idle_ns: int, host_idle_ns: int) -> Future[object]:
+        """Free what nobody has used for so long, and host copies of what was off the device for so long; 0 = never.
+
+        Whose were freed: a list of ModelWeights.
+        """
+        return self._moves.order(partial(self._begin_reclaim, idle_ns, host_idle_ns))
 
     def compact(self) -> Future[object]:
         """Free all that may leave."""
@@ -74,11 +96,11 @@ class Orders:
 
     def _require_known(self, weights: ModelWeights) -> None:
         if not self._is_known(weights):
-            raise UnknownModel(f"model {weights.name!r} has been removed")
+            raise UnknownModel(f"model {weights.model!r} has been removed")
 
-    def _begin_load(self, weights: ModelWeights, future: Future[object]) -> bool:
+    def _begin_load(self, weights: ModelWeights, moving: Callable[[], None], future: Future[object]) -> bool:
         self._require_known(weights)
-        return self._moves.begin_load(weights, partial(resolve, future, None), forced=True)
+        return self._moves.begin_load(weights, partial(resolve, future, None), forced=True, moving=moving)
 
     def _begin_reload(self, weights: ModelWeights, keeping: Collection[ModelWeights], future: Future[object]) -> bool:
         def reloaded(what: Reloaded, outcome: Outcome = None) -> None:
@@ -118,10 +140,57 @@ class Orders:
         with self._lock:
             names = self._ledger.plan_shrink(in_use=self._moves.in_use, protected=self._moves.is_fresh)
             victims = [self._by_name[name] for name in self._ledger.evict(names, "budget")]
+        return self._begin_drop(victims, future)
+
+    def _begin_drop(self, victims: list[ModelWeights], future: Future[object]) -> bool:
         if victims:
             self._moves.begin(partial(self._copies.drop, victims), partial(resolve, future, None), victims)
         else:
             future.set_result(None)
+        return True
+
+    def _begin_trim(self, target: int, future: Future[object]) -> bool:
+        with self._lock:
+            names = self._ledger.plan_trim(target, in_use=self._moves.in_use, protected=self._moves.is_fresh)
+            victims = [self._by_name[name] for name in self._ledger.evict(names, "trim")]
+        return self._begin_drop(victims, future)
+
+    def _begin_leaving(self, weights: ModelWeights, host: bool, future: Future[object]) -> bool:
+        self._require_known(weights)
+        require_unpinned(weights, unified=self._copies.device.unified)
+        with self._lock:
+            leaving = bool(self._ledger.evict([weights.name], "deactivate"))
+
+        def move() -> None:
+            if leaving:
+                self._copies.drop([weights])
+            if host:
+                self._copies.drop_host(weights)
+
+        if leaving or (host and weights.host is not None):
+            self._moves.begin(move, partial(resolve, future, None), [weights] if leaving else [])
+        else:
+            future.set_result(None)
+        return True
+
+    def _begin_reclaim(self, idle_ns: int, host_idle_ns: int, future: Future[object]) -> bool:
+        unified = self._copies.device.unified
+        with self._lock:
+            now_ns, known = self._moves.now_ns(), [*self._by_name.values()]
+            idle = [each.name for each in known if idles(each, now_ns, idle_ns, unified=unified)]
+            names = [name for name in idle if not self._moves.is_fresh(name)]
+            victims = [self._by_name[name] for name in self._ledger.evict(names, "idle")]
+            hosts = [each for each in known if lingers(each, now_ns, host_idle_ns, unified=unified)]
+
+        def move() -> None:
+            self._copies.drop(victims)
+            for each in hosts:
+                self._copies.drop_host(each)
+
+        if victims or hosts:
+            self._moves.begin(move, partial(resolve, future, [*victims, *hosts]), victims)
+        else:
+            future.set_result([])
         return True
 
     def _begin_floor(self, weights: ModelWeights, floor: Floor, future: Future[object]) -> bool:
@@ -135,7 +204,7 @@ class Orders:
             if outcome is None:
                 self._moves.order_next(partial(self._begin_change, weights, floor, then), then)
             else:
-                then(unavailable(weights.name, outcome))
+                then(unavailable(weights.model, outcome))
 
         self._moves.begin(partial(self._copies.keep_host, weights), kept)
         return True
@@ -147,7 +216,7 @@ class Orders:
 
         def ended(outcome: Outcome) -> None:
             if outcome is None:
-                log.debug("floor changed model=%s from=%s to=%s", weights.name, change.old.value, floor.value)
+                log.debug("floor changed model=%s from=%s to=%s", weights.model, change.old.value, floor.value)
                 self.shrink()
             else:
                 with self._lock:
@@ -188,7 +257,7 @@ class Orders:
                     self._ledger.share(weights.name, weights.placed.digests)
             weights.resident = True
             self._moves.arrived(weights, None)
-            log.debug("weights shared model=%s saved_bytes=%d", weights.name, saved)
+            log.debug("weights shared model=%s saved_bytes=%d", weights.model, saved)
             resolve(future, saved, outcome)
 
         self._moves.begin(move, ended, [weights], target=weights)

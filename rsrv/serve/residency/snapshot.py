@@ -10,11 +10,12 @@ from typing import Literal, NamedTuple
 from rsrv.serve.budget import Budget
 from rsrv.serve.residency.floors import Floor
 
-EvictReason = Literal["room", "budget", "oom", "floor", "unload", "compaction"]
+EvictReason = Literal["room", "budget", "oom", "floor", "unload", "trim", "compaction", "idle", "deactivate"]
 """Why weights left the device: to make room for another model's; because the budget shrank; to get out of an
-out-of-memory; by a change of the floor; with their model; to compact, which is no eviction in the counters."""
+out-of-memory; by a change of the floor; with their model; as an operator wants less to be used. No evictions in the
+counters: to compact; because nobody used them; as an operator wants these to leave."""
 
-EVICT_REASONS: tuple[EvictReason, ...] = ("room", "budget", "oom", "floor", "unload")
+EVICT_REASONS: tuple[EvictReason, ...] = ("room", "budget", "oom", "floor", "unload", "trim")
 """Those that are counted as evictions."""
 
 Policy = Literal["lru", "cost"]
@@ -86,6 +87,7 @@ class LedgerSnapshot:
         models: every registered model, by name.
         bytes_for_99_percent_hits: the budget with which 99 % of the repeated uses would have found their weights
             there (a first use never does), by the last uses; None when nothing was used twice.
+        idle_reclaims: how often weights were freed because nobody had used them for long.
     """
 
     externally_managed: bool
@@ -102,6 +104,7 @@ class LedgerSnapshot:
     lru: tuple[IdleModel, ...]
     models: Mapping[str, ModelState]
     bytes_for_99_percent_hits: int | None
+    idle_reclaims: int = 0
 
     @property
     def pinned_bytes(self) -> int:

@@ -21,7 +21,8 @@ def residency_mode(residency: Residency | None) -> Mode:
 def whereabouts(residency: Residency | None, model: ServableModel) -> ModelResidency:
     """Where the weights of a model that is prepared are; without residency, on the device for good."""
     found = None if residency is None else residency.model(model.name)
-    return found or ModelResidency(Floor.UNPINNED, True, False, model.weights.nbytes)
+    nbytes = model.weights.nbytes
+    return found or ModelResidency(Floor.UNPINNED, True, False, nbytes, committed_bytes=nbytes)
 
 
 def is_answered(residency: Residency | None, model: ServableModel) -> bool:
