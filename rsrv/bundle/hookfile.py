@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ MAX_HOOK_BYTES = 512 << 10
 PARAMETERS = {"preprocess": ("inputs",), "postprocess": ("outputs",), "run": ("inputs", "call")}
 REGISTER_MODEL, REGISTER_META_MODEL = "register_model", "register_meta_model"
 _META_FUNCTION = "run"
+
+_parsing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ def inspect_hooks(path: Path | str) -> HookRegistrations:
 def parse_hooks(source: bytes, *, file: str) -> HookRegistrations:
     """As `inspect_hooks`, for source text in its declared encoding."""
     try:
-        with warnings.catch_warnings():
+        # One at a time: the filters are the process's, and so is what CPython 3.11 counts the depth of a tree with.
+        with _parsing, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(source, file)
             compile(tree, file, "exec", dont_inherit=True)

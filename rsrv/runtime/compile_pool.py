@@ -147,9 +147,9 @@ class CompilePool:
                 answer = child.request(message, program, timeout=self._timeout)
             except ChildLost as lost:
                 self._replace(child)
-                logger.warning("compile_process_lost pid=%d while=%s why=%s", child.pid, doing, lost)
                 if self._closed:
                     raise ServerStopping("the compile pool was closed") from None
+                logger.warning("compile_process_lost pid=%d while=%s why=%s", child.pid, doing, lost)
                 if lost.accepted:
                     raise self._refuse(doing, lost) from None
                 if attempt == _ATTEMPTS or lost.why == "deadline":

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 from jaxlib import xla_client
 
-from rsrv.core.errors import DeviceError, DeviceOutOfMemory, ProgramError
+from rsrv.core.errors import DeviceError, DeviceLost, DeviceOutOfMemory, ProgramError
 from rsrv.runtime.device import (
     FREED,
     Buffer,
@@ -359,8 +359,28 @@ def _own(executable: Executable) -> PjrtExecutable:
     return executable
 
 
+_STICKY = (
+    "CUDA_ERROR_ASSERT",
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+    "CUDA_ERROR_ECC_UNCORRECTABLE",
+    "CUDA_ERROR_HARDWARE_STACK_ERROR",
+    "CUDA_ERROR_ILLEGAL_ADDRESS",
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+    "CUDA_ERROR_INVALID_PC",
+    "CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA_ERROR_LAUNCH_TIMEOUT",
+    "CUDA_ERROR_MISALIGNED_ADDRESS",
+    "CUDA_ERROR_SYSTEM_NOT_READY",
+)
+"""After one of these every further call of the process fails (CUDA Driver API, `CUresult`: "the process must be
+terminated and relaunched")."""
+
+
 def _device_error(what: str, error: Exception) -> DeviceError:
     text = str(error)
+    if any(name in text for name in _STICKY):
+        return DeviceLost(f"{what}: {summary(text)}", hint="restart the server; see the log of the driver")
     if isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED"):
         return DeviceOutOfMemory(f"{what}: {summary(text)}")
     return DeviceError(f"{what}: {summary(text)}")

@@ -58,7 +58,8 @@ def serve(
             and install no signal handlers; end it with `RunningServer.stop`.
         on_listening: called once both ports answer, before any bundle is opened.
 
-    Raises ConfigError, PortTaken, DeviceError, or whatever a serve guard raises. A model that fails raises nothing.
+    Raises ConfigError, PortTaken, DeviceError (DeviceLost when the device goes while it serves), or whatever a serve
+    guard raises. A model that fails raises nothing.
     """
     tune_malloc()
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -133,12 +134,13 @@ def _run(server: RunningServer, ends: Ends, on_listening: Callable[[RunningServe
 
     server.open()
     server.on_stopped = lambda: ends.put(None)
+    server.on_lost = ends.put
     loading = threading.Thread(target=bring_up, name="rsrv-bring-up")
     try:
         if on_listening is not None:
             on_listening(server)
         loading.start()
-        end = _first(ends)
+        end = _first(ends, on_hangup=lambda: _look_at_repository(server))
         if isinstance(end, int):
             log.info("signal received signal=%s", signal.Signals(end).name)
     finally:
@@ -149,36 +151,59 @@ def _run(server: RunningServer, ends: Ends, on_listening: Callable[[RunningServe
         raise end
 
 
-def _first(ends: Ends) -> int | BaseException | None:
-    """What ends the server, as soon as it is there.
+def _look_at_repository(server: RunningServer) -> None:
+    watcher = server.live.watcher
+    if watcher is None:
+        mode = server.config.model_control_mode
+        log.info("signal received signal=SIGHUP nothing to do: models follow no directories control_mode=%s", mode)
+        return
+    log.info("signal received signal=SIGHUP the model directories are looked through")
+    watcher.request_poll()
+
+
+def _first(ends: Ends, on_hangup: Callable[[], None]) -> int | BaseException | None:
+    """What ends the server, as soon as it is there; a hangup does not, and is told.
 
     With a timeout, because a signal that arrives just before the main thread blocks does not wake it: its handler,
     which fills the queue, runs only when that thread runs again.
     """
     while True:
         try:
-            return ends.get(timeout=_LOOK_SECONDS)
+            end = ends.get(timeout=_LOOK_SECONDS)
         except Empty:
             continue
+        if end != signal.SIGHUP:
+            return end
+        on_hangup()
 
 
 @contextmanager
 def _signals(ends: Ends) -> Iterator[None]:
-    """Put the first SIGTERM or SIGINT into `ends`; let the second one end the process."""
+    """Put the first SIGTERM or SIGINT into `ends`, and every SIGHUP; let a second one end the process.
+
+    Where standard input is a terminal, SIGHUP is as SIGTERM.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     received = 0
+    # The hangup of a terminal: who closes the window wants what runs in it to end.
+    of_terminal = os.isatty(0)
 
     def on_signal(number: int, _: FrameType | None) -> None:
         nonlocal received
+        if number == signal.SIGHUP and not of_terminal:
+            ends.put(number)
+            return
+        if number == signal.SIGHUP and received:
+            return  # shell and kernel both send it
         received += 1
         if received > 1:
             os._exit(FORCED_EXIT + number)
         # SimpleQueue.put may be called inside a signal handler; events and locks may not.
-        ends.put(number)
+        ends.put(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         yield
     finally:

@@ -130,17 +130,7 @@ class ControlService:
                 "PINNED_DEVICE (3)"
             )
         self._require_running()
-        residency = self._residency
-        if residency is None or not residency.on_demand:
-            raise ResidencyRefused(
-                "this server has no budget for weights, so all of them stay on the device",
-                hint="runtime.device_memory_bytes sets one on a CPU; runtime.weight_cache_fraction must not be 0",
-            )
-        if residency.mode != "externally_managed":
-            raise ResidencyRefused(
-                "this server moves weights itself, as requests need them",
-                hint="start it with model_control_mode: explicit",
-            )
+        residency = require_moves_by_hand(self._residency)
         self._registry.prepared(request.name)
 
         def move() -> pb.SetModelResidencyResponse:
@@ -201,3 +191,18 @@ class ControlService:
             self._operations.submit(Job(run, done, what=call.path, deadline_ns=call.deadline_ns))
 
         return handle
+
+
+def require_moves_by_hand(residency: Residency | None) -> Residency:
+    """Raises ResidencyRefused where an operator may not move weights from one floor to another (4.10)."""
+    if residency is None or not residency.on_demand:
+        raise ResidencyRefused(
+            "this server has no budget for weights, so all of them stay on the device",
+            hint="runtime.device_memory_bytes sets one on a CPU; runtime.weight_cache_fraction must not be 0",
+        )
+    if residency.mode != "externally_managed":
+        raise ResidencyRefused(
+            "this server moves weights itself, as requests need them",
+            hint="start it with model_control_mode: explicit",
+        )
+    return residency

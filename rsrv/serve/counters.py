@@ -182,6 +182,19 @@ class ServerCounters:
                 counters = self._models.setdefault(name, RequestCounters(name))
         return counters
 
+    def rename(self, old: str, new: str) -> None:
+        """What was counted for `old` goes on as `new`; requests that hold the counters go on counting there."""
+        with self._lock:
+            counters = self._models.pop(old, None)
+            if counters is not None:
+                counters.name = new
+                self._models[new] = counters
+
+    def forget(self, name: str) -> None:
+        """The model is gone. Its counters go with it; one of the same name that comes later starts from nothing."""
+        with self._lock:
+            self._models.pop(name, None)
+
     def snapshots(self) -> list[RequestSnapshot]:
         """Of all models that had a request, sorted by name."""
         with self._lock:

@@ -1,16 +1,20 @@
-"""The HTTP face of a worker: liveness, readiness, metrics and status. The listener is `rsrv.rpc.http`'s."""
+"""The HTTP face of a worker: liveness, readiness, metrics and status. Administration is `admin.http`'s."""
 
 from __future__ import annotations
 
 import json
 
-from rsrv.rpc.http import HttpAnswer, HttpRoutes
+from rsrv.rpc.access import require_own_host
+from rsrv.rpc.http import HttpAnswer, HttpRequest, HttpRoute, HttpRoutes
+from rsrv.serve.admin.requests import StatusRequest, parse_query
 from rsrv.serve.lifecycle import Lifecycle
 from rsrv.serve.metrics import CONTENT_TYPE, WorkerMetrics
 from rsrv.serve.status import StatusReport
 
 
-def http_routes(lifecycle: Lifecycle, metrics: WorkerMetrics, status: StatusReport) -> HttpRoutes:
+def http_routes(lifecycle: Lifecycle, metrics: WorkerMetrics, status: StatusReport, *, host: str = "") -> HttpRoutes:
+    """`host` is the address that the listener was told: on a loopback address ``/v1/status`` looks at ``Host``."""
+
     def live() -> HttpAnswer:
         return HttpAnswer(200, "ok")
 
@@ -32,8 +36,12 @@ def http_routes(lifecycle: Lifecycle, metrics: WorkerMetrics, status: StatusRepo
         }
         return HttpAnswer(200 if now.ready else 503, json.dumps(body).encode() + b"\n", "application/json")
 
-    def document() -> HttpAnswer:
-        return HttpAnswer(200, status.json(), "application/json")
+    def document(request: HttpRequest) -> HttpAnswer:
+        wanted = parse_query(StatusRequest, request.parameters())
+        return HttpAnswer(200, status.json(wanted.model), "application/json")
+
+    def own_host(request: HttpRequest) -> None:
+        require_own_host(request.headers.get("Host"), host)
 
     def exposition() -> HttpAnswer:
         return HttpAnswer(200, metrics.text(), CONTENT_TYPE)
@@ -45,5 +53,5 @@ def http_routes(lifecycle: Lifecycle, metrics: WorkerMetrics, status: StatusRepo
         ("GET", "/readyz"): ready,
         ("GET", "/v2/health/ready"): ready,
         ("GET", "/metrics"): exposition,
-        ("GET", "/v1/status"): document,
+        ("GET", "/v1/status"): HttpRoute(document, guard=own_host),
     }

@@ -22,10 +22,10 @@ from rsrv.runtime.fingerprint import fingerprint
 from rsrv.runtime.options import compile_options
 from rsrv.runtime.probe import require_usable_flags, require_usable_options
 from rsrv.serve.budget import GRANULE_BYTES, Budget, Placement, place, resolve_budget
+from rsrv.serve.compiling import expected_platform
 from rsrv.serve.loading.batching import program_jobs, require_choosable
 from rsrv.serve.loading.digests import read_programs
 from rsrv.serve.numerics import numerics_for, prepare_environment
-from rsrv.serve.worker import expected_platform
 from rsrv.stablehlo.signature import nbytes_of
 
 if TYPE_CHECKING:

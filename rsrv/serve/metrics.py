@@ -6,7 +6,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -16,14 +16,16 @@ from prometheus_client.core import (
     Metric,
 )
 
+from rsrv.core.errors import UnknownModel
 from rsrv.serve import triton_metrics
 from rsrv.serve.lifecycle import STATES
-from rsrv.serve.registry import ModelState
+from rsrv.serve.registry import Gate, ModelState
 from rsrv.serve.residency.view import whereabouts
 from rsrv.serve.series import PREFIX, SERIES, Series
 
 if TYPE_CHECKING:
     from rsrv.serve.counters import HistogramSnapshot
+    from rsrv.serve.programs.sets import ProgramSets
     from rsrv.serve.residency.snapshot import LedgerSnapshot
     from rsrv.serve.sources import Sources
 
@@ -87,7 +89,9 @@ class WorkerMetrics:
         yield from self._model_samples()
         yield from self._request_samples()
         yield from self._scheduler_samples()
+        yield from self._live_samples()
         yield "inflight_requests", (), sources.admission.in_flight
+        yield "held_requests", (), sources.admission.held
         yield "max_concurrent_requests", (), sources.admission.limit
         yield "requests_shed_total", (), sources.admission.shed
         yield "hook_threads_lost_total", (), sources.hook_pool.lost_threads
@@ -112,6 +116,9 @@ class WorkerMetrics:
         for entry in sources.registry.entries():
             for state in ModelState:
                 yield "model_state", (entry.name, state.value), int(entry.state is state)
+            for gate in get_args(Gate):
+                yield "model_admission", (entry.name, gate), int(entry.gate == gate)
+            yield "model_pending_error", (entry.name,), int(entry.pending is not None)
             if entry.prepared is None:
                 continue
             model = entry.prepared.model
@@ -120,7 +127,7 @@ class WorkerMetrics:
             loaded += 1
             resident += where.device_resident
             weights += where.nbytes * where.device_resident
-            host += where.nbytes * where.host_resident
+            host += where.host_bytes
             shared |= where.host_shared
             yield "model_incarnation", (entry.name,), entry.incarnation
             yield "model_resident", (entry.name,), int(where.device_resident)
@@ -152,6 +159,7 @@ class WorkerMetrics:
         yield "weight_load_time_seconds", (), _in_seconds(self._sources.load_times.snapshot())
         for reason, count in snapshot.evicts.items():
             yield "weight_evicts_total", (reason,), count
+        yield "idle_reclaims_total", (), snapshot.idle_reclaims
         yield "compactions_total", (), snapshot.compactions
 
     def _program_samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
@@ -169,6 +177,23 @@ class WorkerMetrics:
             yield "cache_lookups_total", ("rejected",), stats.rejected
             yield "cache_stored_total", (), stats.stored
             yield "cache_evicted_total", (), stats.evicted
+
+    def _live_samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+        """What changes of the models there were, and the sets of programs that they have."""
+        sources = self._sources
+        for entry in sources.registry.entries():
+            name = entry.name
+            if sources.registrations is not None:
+                yield "model_accepted_requests", (name,), sources.registrations.accepted(entry)
+                yield "model_load_failures_total", (name,), sources.registrations.failures[name]
+                yield "reloads_total", (name,), sources.registrations.reloads[name]
+            if sources.program_sets is None or entry.prepared is None:
+                continue
+            sets = sources.program_sets.retained(name)
+            yield "model_program_sets", (name,), sets.retained
+            yield "model_selected_program", (name,), sets.selected
+            if sets.retained > 1:
+                yield from _shadow_samples(sources.program_sets, name)
 
     def _request_samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
         sources = self._sources
@@ -218,6 +243,23 @@ class WorkerMetrics:
             family.add_metric(values, buckets=value.buckets, sum_value=value.total)
         elif isinstance(family, (CounterMetricFamily, GaugeMetricFamily)):
             family.add_metric(values, value)
+
+
+def _shadow_samples(sets: ProgramSets, name: str) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    try:
+        programs = sets.list(name).programs
+    except UnknownModel:  # it has just gone
+        return
+    for program in programs:
+        record, labels = program.shadow, (name, str(program.id))
+        if record is None:
+            continue
+        yield "shadow_batches_total", (*labels, "match"), record.batches - record.mismatches
+        yield "shadow_batches_total", (*labels, "mismatch"), record.mismatches
+        yield "shadow_batches_total", (*labels, "error"), record.errors
+        yield "shadow_batches_total", (*labels, "skipped"), record.skipped
+        for output, difference in record.largest.items():
+            yield "shadow_largest_difference", (*labels, output), difference
 
 
 def largest_batch(model: Any) -> int:

@@ -84,7 +84,14 @@ SERIES = {
             "counter",
             ("reason",),
             "Evictions of weights: to make room, for a smaller budget, when the device was out of memory (oom), "
-            "by a change of the floor, with their model (unload). Only with a budget.",
+            "by a change of the floor, with their model (unload), as an operator asked (trim). Only with a budget.",
+        ),
+        Series(
+            "idle_reclaims_total",
+            "counter",
+            (),
+            "How often weights were freed because nobody had used them for `reclaim.parameter_idle_ms`; those are no "
+            "evictions. Only with a budget.",
         ),
         Series(
             "compactions_total",
@@ -95,6 +102,43 @@ SERIES = {
         ),
         Series("model_state", "gauge", ("model", "state"), "1 for the state that the model is in."),
         Series("model_incarnation", "gauge", ("model",), "Number of the load that serves the model."),
+        Series("model_admission", "gauge", ("model", "state"), "1 for the state that the model's gate is in."),
+        Series(
+            "model_accepted_requests",
+            "gauge",
+            ("model",),
+            "Requests that passed the gate and are not answered yet; once there are none, a closed gate is drained.",
+        ),
+        Series(
+            "model_pending_error",
+            "gauge",
+            ("model",),
+            "1 while the last reload of the model failed and the version before it serves.",
+        ),
+        Series(
+            "model_load_failures_total",
+            "counter",
+            ("model",),
+            "Loads and reloads of the model that failed since the server started.",
+        ),
+        Series(
+            "reloads_total", "counter", ("model",), "Loads and reloads that took effect while the server was running."
+        ),
+        Series("model_program_sets", "gauge", ("model",), "Program sets of the model, pending and failed ones, too."),
+        Series("model_selected_program", "gauge", ("model",), "Number of the program set that answers requests."),
+        Series(
+            "shadow_batches_total",
+            "counter",
+            ("model", "program", "result"),
+            "Batches that a program set got a copy of: match, mismatch (an output beyond its tolerance), error (the "
+            "set could not run it), or skipped because others were being compared.",
+        ),
+        Series(
+            "shadow_largest_difference",
+            "gauge",
+            ("model", "program", "output"),
+            "The largest difference of an output from that of the selected set, relative to its largest value.",
+        ),
         Series("model_resident", "gauge", ("model",), "1 when the model's weights are on the device."),
         Series("model_pinned", "gauge", ("model",), "1 when the model's weights are never evicted from the device."),
         Series("model_weight_bytes", "gauge", ("model",), "Bytes of the model's weights on the device, there or not."),
@@ -120,6 +164,12 @@ SERIES = {
         ),
         Series("inflight_requests", "gauge", (), "ModelInfer calls being handled."),
         Series("max_concurrent_requests", "gauge", (), "Most ModelInfer calls that are handled at a time."),
+        Series(
+            "held_requests",
+            "gauge",
+            (),
+            "ModelInfer calls that wait outside of a closed gate, or for a model that is being prepared.",
+        ),
         Series("requests_shed_total", "counter", (), "ModelInfer calls refused at that limit."),
         Series("dispatch_total", "counter", ("model",), "Executions."),
         Series(

@@ -11,41 +11,35 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rsrv.core.config import ServerConfig, hook_pool_size
-from rsrv.core.errors import HookError, ServerStopping
+from rsrv.core.errors import DeviceLost, HookError, ServerStopping
 from rsrv.core.shm import RegionRegistry
-from rsrv.rpc import health
 from rsrv.rpc.grpcio_engine import GrpcioEngine
-from rsrv.rpc.health import HealthService
-from rsrv.rpc.http import HttpListener, HttpRoutes
-from rsrv.rpc.reflection import reflection_routes
-from rsrv.rpc.routes import Route, Routes
-from rsrv.runtime import CompileOptions, CompilePool, ExecutableCache, open_cache, open_device
-from rsrv.runtime.backends import cuda_plugin_installed
-from rsrv.runtime.fingerprint import fingerprint
-from rsrv.runtime.options import compile_options
-from rsrv.runtime.probe import require_usable_flags, require_usable_options
-from rsrv.serve import control, observe
-from rsrv.serve.control import ControlService
+from rsrv.rpc.http import HttpListener
+from rsrv.runtime import open_device
+from rsrv.serve import observe
+from rsrv.serve.admin.http import listener_threads
+from rsrv.serve.admission import Admission
+from rsrv.serve.compiling import Compiling
 from rsrv.serve.counters import ServerCounters
+from rsrv.serve.faces import Faces, make_faces
 from rsrv.serve.hook_pool import HookPool
-from rsrv.serve.http import http_routes
-from rsrv.serve.inference import Admission, Inference
+from rsrv.serve.inference import Inference
 from rsrv.serve.lifecycle import Lifecycle, Readiness
+from rsrv.serve.live import Live
 from rsrv.serve.loading import DigestWatch, Loader, LoadProgress, ProgramSource, Warmup
 from rsrv.serve.loading.steps import Steps
-from rsrv.serve.metrics import WorkerMetrics, gpu_label
 from rsrv.serve.numerics import ServerNumerics, numerics_for, prepare_environment, probe
 from rsrv.serve.registry import Registry
+from rsrv.serve.repository.snapshot import scan
+from rsrv.serve.request import Request
 from rsrv.serve.residency.probe import probe_scratch
 from rsrv.serve.residency.setup import open_residency
 from rsrv.serve.residency.times import LoadTimes
-from rsrv.serve.residency.view import residency_mode
 from rsrv.serve.scheduler import Policy, Scheduler
-from rsrv.serve.services import SERVICE, Services
 from rsrv.serve.sources import Sources
-from rsrv.serve.status import StatusReport
 
 if TYPE_CHECKING:
+    from rsrv.runtime import CompilePool, ExecutableCache
     from rsrv.runtime.device import Device
     from rsrv.serve.residency.manager import Residency
 
@@ -65,6 +59,8 @@ class RunningServer:
         registry, scheduler, shm: its models, its queues, its shared-memory regions (None when off).
         device, pool: where programs run, and the processes that compile them.
         numerics: the arithmetic of its programs.
+        on_stopped: called when it has stopped.
+        on_lost: called when its device is gone, on a thread of its own; requests are refused by then.
         server, http_server: the listeners (`http_server` is None when HTTP is off).
         grpc_port, http_port: the ports it is bound to; `http_port` is None when HTTP is off.
     """
@@ -76,34 +72,43 @@ class RunningServer:
         self.progress = LoadProgress()
         self.lifecycle = Lifecycle(self.registry, config.startup.ready_when, self._stuck, lambda: self.progress.counts)
         self.counters = ServerCounters()
-        self.admission = Admission(config.endpoints.max_concurrent_requests)
+        self.admission: Admission[Request] = Admission(config.endpoints.max_concurrent_requests, config.held_requests)
         self.hook_pool = HookPool(hook_pool_size(os.environ, workers=workers_on_node))
         self.shm: RegionRegistry | None = None
         self.grpc_port = 0
         self.http_port: int | None = None
-        self.pool: CompilePool | None = None
-        self.cache: ExecutableCache | None = None
         self.numerics = ServerNumerics()
-        self._options = CompileOptions()
+        self._compiling: Compiling | None = None
         self._warmup: Warmup | None = None
-        self._pool_platform = ""
         self._device: Device | None = None
         self._scheduler: Scheduler | None = None
         self.server: GrpcioEngine | None = None
         self.http_server: HttpListener | None = None
-        self._health: HealthService | None = None
+        self._faces: Faces | None = None
+        self._live: Live | None = None
         self._residency: Residency | None = None
         self._load_times = LoadTimes()
-        self._control: ControlService | None = None
         self._inference: Inference | None = None
         self._loader: Loader | None = None
         self.on_stopped: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[DeviceLost], None] = lambda error: None
+        self._lost: DeviceLost | None = None
         self._threads: list[threading.Thread] = []
-        self._digests: threading.Thread | None = None
+        self._digests: DigestWatch | None = None
+        self._hashing: threading.Thread | None = None
         self._stopping = threading.Event()
         self._stop_lock = threading.Lock()
         self._changed = threading.Condition()
-        self.registry.on_change = self.lifecycle.on_change = self._on_change
+        self.registry.on_change = self._on_entry
+        self.lifecycle.on_change = self._on_change
+
+    @property
+    def pool(self) -> CompilePool | None:
+        return None if self._compiling is None else self._compiling.pool
+
+    @property
+    def cache(self) -> ExecutableCache | None:
+        return None if self._compiling is None else self._compiling.cache
 
     @property
     def scheduler(self) -> Scheduler:
@@ -120,6 +125,17 @@ class RunningServer:
         assert self._residency is not None, "the server is not open"
         return self._residency
 
+    @property
+    def live(self) -> Live:
+        """What changes its models while it runs."""
+        assert self._live is not None, "the server is not open"
+        return self._live
+
+    @property
+    def faces(self) -> Faces:
+        assert self._faces is not None, "the server is not open"
+        return self._faces
+
     # --- bring-up -------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
@@ -134,8 +150,7 @@ class RunningServer:
     def _open(self) -> None:
         config = self.config
         prepare_environment(config.runtime.numerics)
-        self.pool = self._open_pool(expected_platform(config.runtime.backend))
-        require_usable_flags(self.pool)
+        self._compiling = compiling = Compiling(config)
         runtime = config.runtime
         self._device = open_device(
             runtime.backend,
@@ -147,18 +162,15 @@ class RunningServer:
             fake_seconds_per_row=runtime.fake.seconds_per_row,
             fake_memory_bytes=runtime.fake.memory_bytes,
         )
-        if self._device.platform != self._pool_platform:
-            # CUDA was expected and the CPU came.
-            self.pool.close()
-            self.pool = self._open_pool(self._device.platform)
         self.numerics = numerics_for(config.runtime.numerics, self._device)
-        self._open_cache(self._device)
+        compiling.follow(self._device)
         if self._device.platform == "cuda":
             self.numerics = probe(self.numerics, self._device, self._program_source(LoadProgress()))
         self._scheduler = Scheduler(self._device, Policy.of(config))
         self._residency = open_residency(self._device, self._scheduler, config, on_load=self._load_times.record)
         self._residency.start()
         self._scheduler.on_stuck(self._on_change)
+        self._scheduler.on_lost(self._lose)
         self._scheduler.start()
         if config.shm.enabled:
             self.shm = RegionRegistry(
@@ -169,65 +181,31 @@ class RunningServer:
                 deny_keys=config.shm.deny_keys,
                 require_same_uid=config.shm.require_same_uid,
             )
+        self._open_models()
         self._listen()
         if self.shm is not None:
             self._spawn("rsrv-reaper", self._reap)
 
-    def _open_cache(self, device: Device) -> None:
-        """The cache, when there is to be one, and options that XLA takes."""
-        assert self.pool is not None
-        runtime = self.config.runtime
-        self._options = compile_options(
-            runtime.xla_options,
-            platform=device.platform,
-            autotune=runtime.autotune,
-            autotune_cache=runtime.autotune_cache,
-            autotune_cache_dir=runtime.autotune_cache_dir,
-        )
-        if self.config.cache_dir:
-            self.cache = open_cache(self.config.cache_dir, fingerprint(device), self.config.cache_max_bytes)
-        if self.cache is None or self.cache.empty:
-            self.pool.wake()
-        require_usable_options(self.pool, self._options, self.cache)
-
-    def _open_pool(self, platform: str) -> CompilePool:
-        runtime = self.config.runtime
-        self._pool_platform = platform
-        return CompilePool(
-            workers=runtime.compile_workers,
-            timeout_seconds=runtime.compile_timeout_seconds,
-            memory_bytes=runtime.compile_memory_bytes,
-            platform=platform,
-            cpu_threads=runtime.cpu_threads,
-            ordinal=runtime.device_ordinal,
-            awake=not self.config.cache_dir,
-        )
-
     def _program_source(self, progress: LoadProgress) -> ProgramSource:
-        assert self.pool is not None
-        return ProgramSource(
-            device=self.device,
-            pool=self.pool,
-            cache=self.cache,
-            options=self._options,
-            progress=progress,
-            require_running=Steps(self._stopping).require_running,
-        )
+        assert self._compiling is not None
+        return self._compiling.source(self.device, progress, Steps(self._stopping).require_running)
 
     def _listen(self) -> None:
         config = self.config
         endpoints = config.endpoints
         self.server = GrpcioEngine(
-            self._routes(),
+            self.faces.grpc,
             host=endpoints.host,
             port=endpoints.grpc_port,
-            threads=endpoints.max_concurrent_requests + SPARE_THREADS,
+            threads=endpoints.max_concurrent_requests + config.held_requests + SPARE_THREADS,
             max_recv_bytes=config.grpc.max_recv_msg_bytes,
             max_send_bytes=config.grpc.max_send_msg_bytes,
         )
         self.grpc_port = self.server.bind()
         if endpoints.http_port is not None:
-            self.http_server = HttpListener(endpoints.host, endpoints.http_port, self._http_routes())
+            self.http_server = HttpListener(
+                endpoints.host, endpoints.http_port, self.faces.http, threads=listener_threads(config)
+            )
             self.http_port = self.http_server.bind()
         self.server.start()
         if self.http_server is not None:
@@ -240,22 +218,9 @@ class RunningServer:
             endpoints.max_concurrent_requests,
         )
 
-    def _routes(self) -> Routes:
-        services = Services(
-            registry=self.registry,
-            lifecycle=self.lifecycle,
-            scheduler=self.scheduler,
-            counters=self.counters,
-            regions=self.shm,
-            residency=self._residency,
-        )
-        self._control = ControlService(
-            registry=self.registry,
-            lifecycle=self.lifecycle,
-            scheduler=self.scheduler,
-            residency=self._residency,
-            on_moved=self._on_change,
-        )
+    def _open_models(self) -> None:
+        """Everything about models and requests; nothing is read yet."""
+        config = self.config
         self._inference = Inference(
             registry=self.registry,
             scheduler=self.scheduler,
@@ -263,57 +228,14 @@ class RunningServer:
             counters=self.counters,
             admission=self.admission,
             regions=self.shm,
-            max_lost=self.config.hooks.max_lost,
+            max_lost=config.hooks.max_lost,
             on_hooks_lost=self._fail_hooks,
+            hold_unprepared=config.admission.hold == "always",
         )
-        self._health = HealthService(services.is_serving)
-        return {
-            **services.routes(),
-            f"/{SERVICE}/ModelInfer": Route(self._inference.handle, "unary"),
-            **self._health.routes(),
-            **self._control.routes(),
-            **reflection_routes([SERVICE, health.SERVICE, control.SERVICE]),
-        }
-
-    def _http_routes(self) -> HttpRoutes:
-        config, platform = self.config, self.device.platform
-        sources = Sources(
-            registry=self.registry,
-            lifecycle=self.lifecycle,
-            scheduler=self.scheduler,
-            counters=self.counters,
-            admission=self.admission,
-            hook_pool=self.hook_pool,
-            hook_processes_lost=lambda: self._loader.hooks.processes_lost if self._loader is not None else 0,
-            regions=self.shm,
-            device=self.device,
-            programs=lambda: self.progress.counts,
-            cache=self.cache,
-            residency=self._residency,
-            load_times=self._load_times,
-        )
-        ordinal = config.runtime.device_ordinal
-        metrics = WorkerMetrics(
-            sources,
-            info={
-                "device_ordinal": str(ordinal),
-                "platform": platform,
-                "control_mode": config.model_control_mode,
-                "discipline": config.scheduler.discipline,
-                "residency_mode": residency_mode(self._residency),
-            },
-            constant_labels={"worker": self.worker or "", "gpu": gpu_label(platform, ordinal)},
-            triton_compat=config.metrics.triton_compat,
-        )
-        status = StatusReport(sources, config, worker=self.worker, numerics=self.numerics)
-        return http_routes(self.lifecycle, metrics, status)
-
-    def load(self) -> None:
-        """Discover and prepare the bundles; returns when each is ready or failed, or when the server stops."""
         source = self._program_source(self.progress)
-        self._warmup = Warmup(self.scheduler, self.device, enabled=self.config.scheduler.discipline != "fifo")
+        self._warmup = Warmup(self.scheduler, self.device, enabled=config.scheduler.discipline != "fifo")
         self._loader = Loader(
-            config=self.config,
+            config=config,
             registry=self.registry,
             scheduler=self.scheduler,
             residency=self.residency,
@@ -324,9 +246,71 @@ class RunningServer:
             on_phase=self._set_phase,
             hook_processes=self.hook_pool.size,
             on_ready=self._warmup.add,
+            on_hooks_lost=lambda *lost: self.live.registrations.fail_hooks(*lost),
         )
-        self._loader.load_all()
-        self._probe_scratch(self._warmup)
+        if config.bundles.digests == "programs":
+            self._digests = DigestWatch(self.registry, self._stopping, allow_unhooked=config.allow_unhooked)
+            self._loader.on_loaded = self._digests.add
+        self._live = Live(
+            config,
+            registry=self.registry,
+            scheduler=self.scheduler,
+            residency=self.residency,
+            loader=self._loader,
+            source=source,
+            policy=self.numerics.policy,
+            warmup=self._warmup,
+            inference=self._inference,
+            admission=self.admission,
+            counters=self.counters,
+            stopping=self._stopping,
+        )
+        self._faces = make_faces(
+            self._sources(self._live),
+            self._live,
+            self._inference,
+            config,
+            worker=self.worker,
+            numerics=self.numerics,
+            on_moved=self._on_change,
+        )
+        self._live.start()
+
+    def _sources(self, live: Live) -> Sources:
+        loader = self._loader
+        assert loader is not None
+        return Sources(
+            registry=self.registry,
+            lifecycle=self.lifecycle,
+            scheduler=self.scheduler,
+            counters=self.counters,
+            admission=self.admission,
+            hook_pool=self.hook_pool,
+            hook_processes_lost=lambda: loader.hooks.processes_lost,
+            regions=self.shm,
+            device=self.device,
+            programs=lambda: self.progress.counts,
+            cache=self.cache,
+            residency=self._residency,
+            load_times=self._load_times,
+            registrations=live.registrations,
+            operations=live.operations,
+            program_sets=live.programs,
+            reclaimer=live.reclaimer,
+            watcher=live.watcher,
+        )
+
+    def load(self) -> None:
+        """Discover and prepare the bundles; returns when each is ready or failed, or when the server stops."""
+        live, loader, warmup = self.live, self._loader, self._warmup
+        assert loader is not None
+        assert warmup is not None
+        if live.watcher is not None:
+            # Before anything is read: what changes meanwhile is a change.
+            live.watcher.seed(scan(self.config.model_dirs, self.config.models_include))
+        loader.load_all()
+        live.registrations.tell_started()
+        self._probe_scratch(warmup)
         self.residency.report_budget()
         if not self.lifecycle.enter("serving", only_from=("starting",)):
             return
@@ -341,14 +325,12 @@ class RunningServer:
         )
         observe.beat("up", self.config)
         # Only now: the runs take the processor that loading needs, and what they measure is not missed before.
-        self._spawn("rsrv-warmup", self._warmup.run)
-        if self.config.bundles.digests == "programs":
-            self._digests = threading.Thread(
-                target=DigestWatch(self.registry, self._stopping, allow_unhooked=self.config.allow_unhooked).run,
-                name="rsrv-digests",
-                daemon=True,
-            )
-            self._digests.start()
+        self._spawn("rsrv-warmup", warmup.run)
+        if live.watcher is not None:
+            live.watcher.start()
+        if self._digests is not None:
+            self._hashing = threading.Thread(target=self._digests.run, name="rsrv-digests", daemon=True)
+            self._hashing.start()
 
     def _probe_scratch(self, warmup: Warmup) -> None:
         if self.config.runtime.scratch_source == "compiled":
@@ -387,7 +369,7 @@ class RunningServer:
             grace = self.config.shutdown.grace_seconds if grace_seconds is None else grace_seconds
             log.info("stopping pause=%g grace=%g", self.config.shutdown.pause_seconds, grace)
             time.sleep(self.config.shutdown.pause_seconds)
-            self.admission.close()
+            self._close_admission()
             if self._scheduler is not None:
                 self._scheduler.hurry()
             if not self.admission.wait_idle(time.monotonic() + grace):
@@ -401,13 +383,16 @@ class RunningServer:
     def _close(self) -> None:
         """Take down what is up, in the order in which nothing hangs. Also after a bring-up that failed half-way."""
         self._stopping.set()
-        self.admission.close()
+        self._close_admission()
+        if self.pool is not None:
+            # First: what is being compiled is waited for.
+            self.pool.close()
+        if self._live is not None:
+            self._live.close()
         if self._warmup is not None:
             self._warmup.stop()
         if self._residency is not None:
             self._residency.close()
-        if self.pool is not None:
-            self.pool.close()
         if self._scheduler is not None:
             # Queued requests are refused; the running execution ends and its requests get their answers.
             self._scheduler.stop(0.0)
@@ -417,8 +402,10 @@ class RunningServer:
         if self._inference is not None:
             self._inference.reject_all(ServerStopping("the server is stopping and did not get to this request"))
         self.hook_pool.close()
-        if self._control is not None:
-            self._control.close()
+        if self._live is not None:
+            self._live.join()
+        if self._faces is not None:
+            self._faces.close()
         if self._loader is not None:
             self._loader.hooks.close()
         if self.server is not None:
@@ -427,8 +414,10 @@ class RunningServer:
             if thread is not threading.current_thread():
                 thread.join()
         if self._digests is not None:
+            self._digests.close()
+        if self._hashing is not None:
             # It only reads files, and one file of many gigabytes must not hold the stop up.
-            self._digests.join(1.0)
+            self._hashing.join(1.0)
         if self._loader is not None:
             self._loader.close()
         if self._residency is not None:
@@ -444,24 +433,50 @@ class RunningServer:
 
     # --- small parts ----------------------------------------------------------------------------------------------
 
+    def _close_admission(self) -> None:
+        self.admission.close()
+        if self._inference is not None:
+            self._inference.reject_waiting(ServerStopping("the server is stopping, and its models take no requests"))
+
+    def _on_entry(self, name: str) -> None:
+        """An entry of the registry changed."""
+        if self._live is not None:
+            self._live.registrations.on_change(name)
+        self._on_change()
+
     def _set_phase(self, phase: str) -> None:
         self.lifecycle.phase = phase
         self._on_change()
 
     def _on_change(self) -> None:
-        if self._health is not None:
-            self._health.notify()
+        if self._faces is not None:
+            self._faces.health.notify()
         with self._changed:
             self._changed.notify_all()
 
+    def _lose(self, error: DeviceLost) -> None:
+        """The device is gone, on the dispatch thread: whatever comes now can only fail, and only a restart helps."""
+        if self._lost is None:
+            self._lost = error
+            threading.Thread(target=self._refuse_all, args=(error,), name="rsrv-lost", daemon=True).start()
+
+    def _refuse_all(self, error: DeviceLost) -> None:
+        log.critical("device lost; no more requests are taken error=%s", error.message)
+        self.admission.close()
+        if self._inference is not None:
+            self._inference.reject_all(error)
+        self._on_change()
+        self.on_lost(error)
+
     def _stuck(self) -> str:
+        if self._lost is not None:
+            return f"the device is lost: {self._lost.message}"
         found = self._scheduler.stuck if self._scheduler is not None else None
         return "" if found is None else str(found)
 
-    def _fail_hooks(self, name: str, lost: int) -> None:
+    def _fail_hooks(self, name: str, incarnation: int, lost: int) -> None:
         error = HookError(f"{lost} hook calls did not return in time (hooks.max_lost: {self.config.hooks.max_lost})")
-        log.error("model failed name=%s phase=hooks error=%s", name, error.message)
-        self.registry.set_failed(name, "hooks", error)
+        self.live.registrations.fail_hooks(name, incarnation, error)
 
     def _reap(self) -> None:
         assert self.shm is not None
@@ -477,10 +492,3 @@ class RunningServer:
         thread = threading.Thread(target=target, name=name)
         self._threads.append(thread)
         thread.start()
-
-
-def expected_platform(backend: str) -> str:
-    """Which platform `open_device` will give, unless CUDA turns out not to work."""
-    if backend == "auto":
-        return "cuda" if cuda_plugin_installed() else "cpu"
-    return backend

@@ -227,7 +227,7 @@ def test_many_callers_share_few_processes():
     assert failures == []
 
 
-def test_closing_ends_the_processes_and_the_calls_that_wait():
+def test_closing_ends_the_processes_and_the_calls_that_wait(caplog):
     caught = []
     before = threading.active_count()
     pool = CompilePool(timeout_seconds=120.0)
@@ -256,6 +256,7 @@ def test_closing_ends_the_processes_and_the_calls_that_wait():
     with pytest.raises(ServerStopping):
         pool.inspect(ADD)
     pool.close()
+    assert "compile_process_lost" not in caplog.text
 
 
 def test_closing_leaves_no_file_descriptor_behind():

@@ -16,9 +16,10 @@ from rsrv.core.wire import RequestedOutput, decode_response, encode_request, joi
 from rsrv.runtime.fake import FakeDevice
 from rsrv.runtime.hooks import Hooks
 from rsrv.serve import observe
+from rsrv.serve.admission import Admission
 from rsrv.serve.counters import ServerCounters
 from rsrv.serve.hook_pool import HookPool
-from rsrv.serve.inference import Admission, Inference
+from rsrv.serve.inference import Inference
 from rsrv.serve.loading import prepare_checks
 from rsrv.serve.registry import Registry
 from rsrv.serve.scheduler import Policy, Scheduler, ServableModel
@@ -58,7 +59,7 @@ class World:
             admission=self.admission,
             regions=None,
             max_lost=max_lost,
-            on_hooks_lost=lambda name, lost: self.lost.append((name, lost)),
+            on_hooks_lost=lambda name, incarnation, lost: self.lost.append((name, lost)),
         )
         manifest = parse_manifest(
             {

@@ -10,6 +10,7 @@ from support.bundles import N, write_affine, write_model
 from rsrv.core.config import BundlesConfig, EndpointsConfig, HooksConfig, RuntimeConfig, ServerConfig
 from rsrv.runtime import CompilePool, open_cache, open_device
 from rsrv.serve.loading import DigestWatch, Loader, LoadProgress, ProgramSource
+from rsrv.serve.loading.coherence import Versions
 from rsrv.serve.registry import ModelState, Registry
 from rsrv.serve.residency.manager import Residency
 from rsrv.serve.residency.tensors import TensorPool
@@ -204,6 +205,14 @@ def test_a_manifests_own_hook_timeout_wins(world, affine, tmp_path):
     assert world.load(tmp_path, hooks=HooksConfig(timeout_seconds=3))["m"].prepared.hook_timeout == 0.5
 
 
+def run_aside(run):
+    """On a thread of its own, since it lowers the priority of the one that it is on."""
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_strict_digests_refuse_what_programs_only_reports(world, affine, tmp_path, caplog):
     bundle = copy(affine, tmp_path / "m")
     (bundle / "vocab.txt").write_text("new")
@@ -211,9 +220,24 @@ def test_strict_digests_refuse_what_programs_only_reports(world, affine, tmp_pat
     assert entry.reason.startswith("digests: bundle 'm': vocab.txt is not listed in files")
     entry = world.load(tmp_path)["m"]
     assert entry.state is ModelState.READY
-    DigestWatch(world.registry, world.stopping).run()
+    watch = DigestWatch(world.registry, world.stopping)
+    watch.add(entry.prepared.model, Versions(entry.path))
+    watch.close()
+    run_aside(watch.run)
     assert world.registry.get("m").modified == ("vocab.txt",)
     assert "model modified name=m files=vocab.txt" in caplog.text
+
+
+def test_what_was_edited_after_a_model_was_loaded_says_nothing_about_what_serves(world, affine, tmp_path):
+    bundle = copy(affine, tmp_path / "m")
+    entry = world.load(tmp_path)["m"]
+    watch = DigestWatch(world.registry, world.stopping)
+    watch.add(entry.prepared.model, Versions(entry.path))
+    weights = bundle / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
+    watch.close()
+    run_aside(watch.run)
+    assert world.registry.get("m").modified == ()
 
 
 def test_weights_may_be_mapped(world, affine):

@@ -106,7 +106,7 @@ def test_a_server_in_f32_says_for_each_model_what_it_did(tmp_path, monkeypatch, 
         )
     )
     monkeypatch.setattr(
-        "rsrv.serve.worker.CompilePool", lambda **kw: seen.append(numerics.os.environ[OVERRIDE]) or CompilePool(**kw)
+        "rsrv.serve.compiling.CompilePool", lambda **kw: seen.append(numerics.os.environ[OVERRIDE]) or CompilePool(**kw)
     )
     server.open()
     try:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from rsrv.core.errors import BundleError, ModelFailed, ModelPreparing, UnknownModel
+from rsrv.serve.gate import Accepted
 from rsrv.serve.lifecycle import Lifecycle
 from rsrv.serve.registry import ModelState, Registry
 
@@ -13,7 +14,7 @@ def manifest(meta=False):
 
 
 def prepared(incarnation=1):
-    return SimpleNamespace(model=SimpleNamespace(incarnation=incarnation, manifest=manifest()))
+    return SimpleNamespace(model=SimpleNamespace(incarnation=incarnation, manifest=manifest()), accepted=Accepted())
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_incarnations_never_repeat(registry):
 
 def test_every_change_is_told(registry):
     told = []
-    registry.on_change = lambda: told.append(registry.progress())
+    registry.on_change = lambda name: told.append(registry.progress())
     registry.set_ready("a", prepared())
     registry.set_failed("b", "compile", BundleError("no"))
     assert [(p.total, p.prepared, p.failed) for p in told] == [(2, 1, 0), (2, 1, 1)]
@@ -88,12 +89,12 @@ def test_the_ready_rules(registry, rule, nothing, one_ready, other_failed, both)
 
 def test_a_meta_model_does_not_hold_the_server_back_but_does_not_make_it_ready_either(registry):
     registry.set_ready("a", prepared())
-    registry.set_manifest("b", manifest(meta=True))
+    registry.change("b", manifest=manifest(meta=True))
     registry.set_failed("b", "manifest", BundleError("kind: meta is not supported yet"))
     assert registry.waiting_for("all") == ""
     only_meta = Registry()
     only_meta.announce({"m": Path("m")})
-    only_meta.set_manifest("m", manifest(meta=True))
+    only_meta.change("m", manifest=manifest(meta=True))
     assert only_meta.waiting_for("all") == "no model is ready"
 
 

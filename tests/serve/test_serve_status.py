@@ -1,6 +1,7 @@
 """The status document of a whole server on a fake device, read from its HTTP port as a caller reads it."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,10 +9,12 @@ from support.bundles import write_affine, write_model
 
 from rsrv.client.status import fetch_status
 from rsrv.core.config import EndpointsConfig, MetricsConfig, RuntimeConfig, SchedulerConfig, ServerConfig
-from rsrv.core.config.sections import ModelSchedulingConfig
+from rsrv.core.config.sections import ModelSchedulingConfig, ReclaimConfig
 from rsrv.core.status import WorkerStatus
 from rsrv.serve import serve
 from rsrv.serve.status import program_name
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "status.schema.json"
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +33,8 @@ def server(tmp_path_factory):
         endpoints=EndpointsConfig(grpc_port=0, http_port=0),
         metrics=MetricsConfig(triton_compat=True),
         scheduler=SchedulerConfig(models={"affine": ModelSchedulingConfig(max_batch_size=4, weight=2.0)}),
+        model_control_mode="static",
+        reclaim=ReclaimConfig(workspace_idle_ms=1500.0),
     )
     server = serve(config, worker="w7", blocking=False)
     yield server
@@ -67,11 +72,43 @@ def test_the_document_has_every_field_of_its_description_and_no_other(url):
     MAPPINGS = ("requests", "by_batch_size", "errors", "dropped", "cost_seconds")
     described = {path for model in [WorkerStatus] for path in leaves(model, "")}
     # Objects that are null for a model that is not ready appear as leaves, too.
-    nullable = {f"models[].{name}" for name in ("error", "residency", "programs", "queue", "counters", "queue_wait_s")}
-    nullable.add("devices[].budget")
+    parts = ("error", "pending_error", "residency", "programs", "queue", "counters", "queue_wait_s")
+    nullable = {f"models[].{name}" for name in parts} | {"models[].residency.operation_error"}
+    nullable |= {"devices[].budget", "tombstones"}
     assert paths(document) - nullable <= described
-    assert {path.split("[]")[0].split(".")[0] for path in described} == {"server", "devices", "models"}
+    assert {path.split("[]")[0].split(".")[0] for path in described} == {"server", "devices", "models", "tombstones"}
     assert document == json.loads(WorkerStatus.model_validate(document).model_dump_json())
+
+
+def conforms(value, schema, definitions):
+    """Whether `value` is what a JSON Schema wants, of the words that pydantic uses."""
+    if "$ref" in schema:
+        return conforms(value, definitions[schema["$ref"].rsplit("/", 1)[-1]], definitions)
+    if "anyOf" in schema:
+        return any(conforms(value, one, definitions) for one in schema["anyOf"])
+    kinds = {"null": type(None), "boolean": bool, "integer": int, "number": (int, float), "string": str}
+    kind = schema["type"]
+    if kind == "array":
+        return isinstance(value, list) and all(conforms(item, schema["items"], definitions) for item in value)
+    if kind == "object" and not isinstance(value, dict):
+        return False
+    if kind == "object" and "properties" in schema:
+        names = set(schema["properties"])
+        return set(schema["required"]) == set(value) == names and all(
+            conforms(value[name], schema["properties"][name], definitions) for name in names
+        )
+    if kind == "object":
+        return all(conforms(item, schema["additionalProperties"], definitions) for item in value.values())
+    return isinstance(value, kinds[kind]) and (kind == "boolean" or not isinstance(value, bool))
+
+
+def test_the_document_conforms_to_the_schema_of_the_documentation(server, url):
+    infer(server, 1)
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    document = fetch_status(url)
+    assert conforms(document, schema, schema["$defs"])
+    document["server"]["uptime_s"] = "long"
+    assert not conforms(document, schema, schema["$defs"])
 
 
 def leaves(model, at):
@@ -91,7 +128,12 @@ def test_the_server_says_what_it_is_and_why_it_is_not_ready(url):
     assert (server.name, server.worker, server.state, server.ready) == ("rsrv", "w7", "serving", False)
     assert server.reason == "not ready: broken (failed)"
     assert (server.discipline, server.control_mode, server.numerics.mode) == ("fair", "static", "auto")
-    assert server.limits.max_concurrent_requests == 64
+    limits = server.limits
+    assert (limits.max_concurrent_requests, limits.held_requests, limits.variant_overtakes) == (64, 32, 0)
+    assert (limits.model_capacity, limits.program_capacity, limits.max_queue_depth) == (1024, 4, 1024)
+    assert (server.idle.parameter_ms, server.idle.workspace_ms, server.idle.host_ms) == (0, 1500, 0)
+    assert not server.idle.device_workspace
+    assert (server.inflight, server.held_requests) == (0, 0)
     assert server.uptime_s >= 0
     assert server.stuck == ""
 
@@ -109,8 +151,16 @@ def test_a_model_that_is_ready_shows_what_it_is_made_of(models):
     assert affine.directory.endswith("/affine")
     assert affine.hooks == ["preprocess"]
     assert affine.weight == 2.0
+    assert (affine.kind, affine.source, affine.admission, affine.phase) == ("model", "startup", "open", "idle")
+    accepted = affine.accepted
+    assert (accepted.queued, accepted.executing, accepted.hooks, accepted.earlier) == (0, 0, 0, 0)
+    assert affine.pending_error is None
+    assert (affine.programs.selected, affine.programs.retained, affine.programs.capacity) == (1, 1, 4)
     assert (affine.residency.floor, affine.residency.state, affine.residency.pinned) == ("unpinned", "resident", True)
     assert (affine.residency.loads, affine.residency.host_copy, affine.residency.idle_s) == (0, False, None)
+    assert (affine.residency.committed_bytes, affine.residency.releasing_bytes) == (24, 0)
+    assert (affine.residency.host_bytes, affine.residency.pinned_by_operator) == (0, False)
+    assert (affine.residency.operation, affine.residency.operation_error) == ("idle", None)
     assert affine.programs.batch_sizes == [1, 4, 8]
     assert affine.programs.shape_variants == [[]]
     assert affine.programs.max_batch_size == 4
@@ -123,6 +173,7 @@ def test_a_model_that_failed_says_why_and_has_no_numbers(models):
     assert broken.reason.startswith("digests: ")
     assert (broken.programs, broken.queue, broken.counters, broken.weights_bytes) == (None, None, None, None)
     assert broken.residency is None
+    assert (broken.kind, broken.admission, broken.phase) == ("model", "open", "idle")
 
 
 def test_requests_show_up_in_the_numbers_of_their_model(server, url, models):

@@ -143,7 +143,7 @@ def test_a_stuck_execution_makes_the_server_unready_until_it_returns(repo):
         with changed:
             changed.notify_all()
 
-    server._health.notify = notify
+    server.faces.health.notify = notify
     try:
         with Client(server) as client:
             server.device._sleep = lambda seconds: (entered.set(), gate.wait(60))
@@ -172,13 +172,13 @@ def test_a_stuck_execution_makes_the_server_unready_until_it_returns(repo):
 
 def test_both_ports_answer_before_any_bundle_is_opened_and_models_are_served_as_they_get_ready(repo, monkeypatch):
     gates = {"affine": threading.Event(), "single": threading.Event()}
-    finish = Loader._finish
+    compile_model = Loader._compile
 
-    def gated(self, opened, steps):
-        gates[opened.found.name].wait(60)
-        finish(self, opened, steps)
+    def gated(self, opened, *rest):
+        gates[opened.entry.name].wait(60)
+        return compile_model(self, opened, *rest)
 
-    monkeypatch.setattr(Loader, "_finish", gated)
+    monkeypatch.setattr(Loader, "_compile", gated)
     server = RunningServer(config(repo, startup=StartupConfig(ready_when="all")))
     server.open()
     try:
@@ -196,7 +196,7 @@ def test_both_ports_answer_before_any_bundle_is_opened_and_models_are_served_as_
             assert (status, json.loads(body)["reason"]) == (503, "the model directories are not read yet")
 
             changed = threading.Event()
-            server.registry.on_change, told = changed.set, server.registry.on_change
+            server.registry.on_change, told = lambda name: changed.set(), server.registry.on_change
             server.start_loading()
             while not server.registry.scanned:
                 assert changed.wait(60)
@@ -313,7 +313,14 @@ def test_http_can_be_off(repo):
 def test_metadata_has_only_the_extensions_that_exist(client):
     about = client.call("ServerMetadata")
     assert about.name == "rsrv"
-    assert list(about.extensions) == ["system_shared_memory", "model_configuration", "statistics", "rsrv_control"]
+    assert list(about.extensions) == [
+        "system_shared_memory",
+        "model_repository",
+        "model_configuration",
+        "statistics",
+        "rsrv_control",
+        "rsrv_admin",
+    ]
 
 
 def test_models_are_described_in_wire_terms(client):
@@ -355,8 +362,6 @@ def test_statistics_of_an_unknown_model_are_not_found(client):
 @pytest.mark.parametrize(
     "method",
     [
-        "RepositoryModelLoad",
-        "RepositoryModelUnload",
         "CudaSharedMemoryRegister",
         "NoSuchMethod",
     ],
@@ -492,7 +497,13 @@ def test_shared_memory_can_be_off(repo):
     try:
         with Client(server) as client:
             extensions = list(client.call("ServerMetadata").extensions)
-            assert extensions == ["model_configuration", "statistics", "rsrv_control"]
+            assert extensions == [
+                "model_repository",
+                "model_configuration",
+                "statistics",
+                "rsrv_control",
+                "rsrv_admin",
+            ]
             assert (
                 refused(client.call, "SystemSharedMemoryRegister", name="r", key="/r", byte_size=1)[0]
                 == "UNIMPLEMENTED"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rsrv.serve.gate import Accepted
 from rsrv.serve.registry import Prepared
 from rsrv.serve.validate import OutputCheck, RowCheck, RowSizes, TensorCheck
 
 if TYPE_CHECKING:
     from rsrv.runtime.hooks import Hooks
     from rsrv.serve.hook_processes.processes import HookProcesses
+    from rsrv.serve.request import Request
     from rsrv.serve.scheduler.model import ServableModel
 
 
@@ -21,12 +23,14 @@ def prepare_checks(
     split_oversize: bool = False,
     numerics: str = "",
     processes: HookProcesses | None = None,
+    accepted: Accepted[Request] | None = None,
 ) -> Prepared:
     """Everything about a model's requests that can be computed before the first one.
 
     `split_oversize`: requests with more rows than any program takes are run in pieces, so any number is allowed.
     `numerics`: what was done about the arithmetic of its programs, for people.
     `processes`: those that `hooks` run in, if any.
+    `accepted`: the requests that the model has already, under another name; None = it is a new one.
     """
     manifest, name = model.manifest, model.name
     hooked = hooks.preprocess is not None or hooks.postprocess is not None
@@ -53,4 +57,5 @@ def prepare_checks(
         hook_timeout=manifest.hooks.timeout_seconds or hook_timeout,
         numerics=numerics,
         processes=processes,
+        accepted=Accepted() if accepted is None else accepted,
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from rsrv.bundle.digests import DigestsMode, read_verified_program, verify_files
@@ -12,9 +15,13 @@ from rsrv.bundle.directory import Bundle, open_bundle
 from rsrv.core.errors import BundleError, DigestMismatch
 
 if TYPE_CHECKING:
+    from rsrv.serve.loading.coherence import Versions
     from rsrv.serve.registry import Registry
+    from rsrv.serve.scheduler.model import ServableModel
 
 log = logging.getLogger(__name__)
+
+_NICE = 19
 
 Programs = Mapping[tuple[int, ...], Mapping[int, bytes]]
 """Variant to batch key to the bytes of a program."""
@@ -35,29 +42,44 @@ def read_programs(bundle: Bundle, mode: DigestsMode) -> Programs:
 
 
 class DigestWatch:
-    """Hashes weights and hooks after the server is ready, and reports what differs from the manifests.
+    """Hashes the weights and hooks of each model that serves, and reports what differs from its manifest.
 
-    Such files may be replaced on their own, so a difference is a warning and the model is marked as modified.
+    Such files may be replaced on their own, so a difference is a warning and the model is marked as modified. `add` may
+    be called from any thread; the work is done by `run`, on one that gives way to all others.
     """
 
     def __init__(self, registry: Registry, stopping: threading.Event, *, allow_unhooked: Sequence[str] = ()) -> None:
         self._registry = registry
         self._stopping = stopping
         self._allow_unhooked = allow_unhooked
+        self._loaded: SimpleQueue[tuple[ServableModel, Versions] | None] = SimpleQueue()
+
+    def add(self, model: ServableModel, versions: Versions) -> None:
+        """`model` has just been loaded, from these versions of its files."""
+        self._loaded.put((model, versions))
+
+    def close(self) -> None:
+        """`run` returns once it has done what was added before, or has noticed that the server stops."""
+        self._loaded.put(None)
 
     def run(self) -> None:
-        for entry in self._registry.entries():
-            if self._stopping.is_set():
-                return
-            if entry.prepared is None or not entry.prepared.model.manifest.files:
-                continue
-            try:
-                bundle = open_bundle(entry.path, unhooked=entry.name in self._allow_unhooked)
-                findings = verify_files(bundle, "all")
-            except (OSError, BundleError) as error:
-                log.warning("digests not checked name=%s error=%s", entry.name, error)
-                continue
-            if findings:
-                files = sorted(finding.file for finding in findings)
-                log.warning("model modified name=%s files=%s", entry.name, ",".join(files))
-                self._registry.set_modified(entry.name, files)
+        with suppress(OSError):  # it is only polite
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while (loaded := self._loaded.get()) is not None and not self._stopping.is_set():
+            self._check(*loaded)
+
+    def _check(self, model: ServableModel, versions: Versions) -> None:
+        entry = self._registry.get(model.name)
+        if entry is None or entry.incarnation != model.incarnation or not model.manifest.files:
+            return
+        try:
+            bundle = open_bundle(entry.path, unhooked=entry.name in self._allow_unhooked)
+            findings = verify_files(bundle, "all")
+            # What was edited since says nothing about what serves.
+            versions.require_same(bundle)
+        except (OSError, BundleError) as error:
+            log.info("digests not checked name=%s error=%s", entry.name, error)
+            return
+        files = sorted(finding.file for finding in findings)
+        if files and self._registry.set_modified(entry.name, files, of=model.incarnation) is not None:
+            log.warning("model modified name=%s files=%s", entry.name, ",".join(files))

@@ -47,15 +47,17 @@ class HookLoader:
 
     Args:
         processes: how many processes a model has whose manifest does not say it.
-        on_failed: told of a model that lost too many processes.
+        on_failed: told of a model and its incarnation that lost too many processes.
     """
 
-    def __init__(self, config: HooksConfig, *, processes: int, on_failed: Callable[[str, HookError], None]) -> None:
+    def __init__(
+        self, config: HooksConfig, *, processes: int, on_failed: Callable[[str, int, HookError], None]
+    ) -> None:
         self._config = config
         self._count = processes
         self._on_failed = on_failed
         self._lock = threading.Lock()
-        self._processes: dict[str, HookProcesses] = {}
+        self._processes: dict[int, HookProcesses] = {}
         self._lost_before = 0
 
     @property
@@ -73,21 +75,21 @@ class HookLoader:
             return run_hook_file(bundle.hooks_path, bundle.name, incarnation, steps, seconds), None
         processes = self._make(bundle, bundle.hooks_path, incarnation)
         with self._lock:
-            self._processes[bundle.name] = processes
+            self._processes[incarnation] = processes
         return processes.start(steps.require_running), processes
 
-    def drop(self, name: str) -> None:
-        """End the processes of `name`, if it has any."""
+    def drop(self, incarnation: int) -> None:
+        """End the processes of one load of a model, if it has any."""
         with self._lock:
-            processes = self._processes.pop(name, None)
+            processes = self._processes.pop(incarnation, None)
             self._lost_before += processes.lost if processes is not None else 0
         if processes is not None:
             processes.close()
 
     def close(self) -> None:
         """End all processes."""
-        for name in list(self._processes):
-            self.drop(name)
+        for incarnation in list(self._processes):
+            self.drop(incarnation)
 
     def _make(self, bundle: Bundle, path: Path, incarnation: int) -> HookProcesses:
         name, spec, config = bundle.name, bundle.manifest.hooks, self._config
@@ -98,7 +100,7 @@ class HookLoader:
             import_seconds=config.import_timeout_seconds,
             call_seconds=spec.timeout_seconds or config.timeout_seconds,
             max_lost=config.max_lost,
-            on_failed=lambda error: self._on_failed(name, error),
+            on_failed=lambda error: self._on_failed(name, incarnation, error),
         )
 
 

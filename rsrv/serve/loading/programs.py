@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from rsrv.core.errors import DeviceError
 from rsrv.runtime.compiled import Compiled
@@ -72,11 +72,15 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An executable, and what its compilation said (`compiled` has no blob any more)."""
+    """An executable, and what its compilation said (`compiled` has no blob any more).
+
+    `seconds` is how long the compilation took where it was done now: in the compiler, and on the way there and back.
+    """
 
     executable: Executable
     compiled: Compiled
     origin: Origin
+    seconds: float = 0.0
 
 
 class ProgramSource:
@@ -110,9 +114,10 @@ class ProgramSource:
         self._progress = progress or LoadProgress()
         self._require_running = require_running
         self._lock = threading.Lock()
-        self._turns: defaultdict[Identity, threading.Lock] = defaultdict(threading.Lock)
+        # Nothing is kept of a program that no model has any more: a server may see many versions of one.
+        self._turns: WeakValueDictionary[Identity, threading.Lock] = WeakValueDictionary()
         self._shared: WeakValueDictionary[Identity, Executable] = WeakValueDictionary()
-        self._compiled: dict[Identity, Compiled] = {}
+        self._compiled: WeakKeyDictionary[Executable, Compiled] = WeakKeyDictionary()
 
     def is_cached(self, job: ProgramJob) -> bool:
         """Whether `job` can probably be done without the compiler; nothing is read."""
@@ -120,10 +125,16 @@ class ProgramSource:
             return True
         return self._cache is not None and self._cache.has(self._key(job))
 
+    def digests(self, executables: Iterable[Executable]) -> list[str]:
+        """The sha256 of the program that each was made of (hexadecimal); "" for one that did not come from here."""
+        made = {id(ref()): ref.key[0].hex() for ref in self._shared.valuerefs()}
+        return [made.get(id(executable), "") for executable in executables]
+
     def find(self, job: ProgramJob) -> Found:
         """Read the report of a program, from the cache or by having it parsed. Raises ProgramError."""
-        if job.identity in self._shared:
-            return Found(self._compiled[job.identity].report)
+        shared = self._shared.get(job.identity)
+        if shared is not None:
+            return Found(self._compiled[shared].report)
         cached = None if self._cache is None else self._cache.load(self._key(job))
         if cached is not None:
             return Found(cached.report, cached)
@@ -133,19 +144,18 @@ class ProgramSource:
     def load(self, job: ProgramJob, found: Found) -> Loaded:
         """Make the executable of `job`. Raises ProgramError, DeviceError."""
         with self._lock:
-            turn = self._turns[job.identity]
+            turn = self._turns.setdefault(job.identity, threading.Lock())
         with turn:
             loaded = self._load(job, found)
-            self._compiled[job.identity] = loaded.compiled  # first: whoever finds the other finds this
+            self._compiled[loaded.executable] = loaded.compiled  # first: whoever finds the other finds this
             self._shared[job.identity] = loaded.executable
-        fresh = loaded.origin == "compiled"
-        self._progress.done(loaded.origin, loaded.compiled.compile_seconds if fresh else 0.0)
+        self._progress.done(loaded.origin, loaded.seconds)
         return loaded
 
     def _load(self, job: ProgramJob, found: Found) -> Loaded:
         shared = self._shared.get(job.identity)
         if shared is not None:
-            return Loaded(shared, self._compiled[job.identity], "shared")
+            return Loaded(shared, self._compiled[shared], "shared")
         if found.cached is not None:
             try:
                 return self._on_device(job, found.cached, "cache")
@@ -154,10 +164,12 @@ class ProgramSource:
                 self._cache.reject(self._key(job), error.message)
         self._require_running()
         log.info("compiling model name=%s batch_key=%d", job.model, job.batch_key)
+        began = time.monotonic()
         compiled = self._pool.compile(job.program, self._options, job.policy)
+        seconds = time.monotonic() - began
         if self._cache is not None:
             self._cache.store(self._key(job), compiled, label=str(job))
-        return self._on_device(job, compiled, "compiled")
+        return replace(self._on_device(job, compiled, "compiled"), seconds=seconds)
 
     def _on_device(self, job: ProgramJob, compiled: Compiled, origin: Origin) -> Loaded:
         kept = replace(compiled, blob=None)

@@ -51,5 +51,7 @@ class LoadProgress:
         with self._lock:
             counts = self._counts
             changes = {origin: getattr(counts, origin) + 1, "compile_seconds": counts.compile_seconds + compile_seconds}
-            self._counts = replace(counts, **changes)
+            done = replace(counts, **changes)
+            # Nobody says before how many programs of later versions there will be.
+            self._counts = replace(done, total=max(done.total, done.done))
         self.on_change()

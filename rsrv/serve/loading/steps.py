@@ -6,14 +6,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rsrv.core.errors import ServerStopping
+from rsrv.core.errors import ModelUnloaded, ServerStopping
 
 
 class Steps:
-    """Remembers the phase that a preparation is in, and ends it between two phases when the server stops."""
+    """Remembers the phase that a preparation is in, and ends it between two phases when the server stops, or when the
+    model is not wanted any more (`dropped`)."""
 
-    def __init__(self, stopping: threading.Event) -> None:
+    def __init__(self, stopping: threading.Event, dropped: threading.Event | None = None) -> None:
         self._stopping = stopping
+        self._dropped = dropped
         self.phase = "load"
 
     @contextmanager
@@ -25,3 +27,5 @@ class Steps:
     def require_running(self) -> None:
         if self._stopping.is_set():
             raise ServerStopping("the server is stopping")
+        if self._dropped is not None and self._dropped.is_set():
+            raise ModelUnloaded("the model was removed while it was being prepared")
