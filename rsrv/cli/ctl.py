@@ -1,4 +1,4 @@
-"""``rsrv ctl``: where a running worker has its models' weights, and what share of the device each has; see and set."""
+"""``rsrv ctl``: operate a running worker. Here: the group, and what the control plane of all servers can do."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rsrv.cli import output
+from rsrv.cli import ctl_models, ctl_programs, ctl_server, output
 from rsrv.cli.client import DEFAULT_URL, UrlOption
+from rsrv.cli.ctl_target import OwnUrlOption, Server, TokenOption
 
 if TYPE_CHECKING:
     from rsrv.client.control import Control, ControlStatus, ModelControl
 
 app = typer.Typer(no_args_is_help=True)
 
-OwnUrlOption = Annotated[str | None, typer.Option("--url", help="Server; default: the one given to `rsrv ctl`.")]
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the answer, at most a day.")
 ]
@@ -24,16 +24,23 @@ COLUMNS = ("model", "floor", "on", "weights", "share", "waiting", "served")
 
 
 @app.callback()
-def server(context: typer.Context, url: UrlOption = DEFAULT_URL) -> None:
-    """Control a running server: where weights are, and what share of the device a model has.
+def server(context: typer.Context, url: UrlOption = DEFAULT_URL, token_file: TokenOption = None) -> None:
+    """Operate a running server: which models it has, whether requests may enter, where weights are, what answers.
 
     Example:
-        rsrv ctl residency
+        rsrv ctl models
+        rsrv ctl register net /srv/models/net --wait 60
+        rsrv ctl drain net --wait 30
         rsrv ctl --url 10.0.0.5:8001 residency net device
         rsrv ctl policy net --weight 2
         rsrv ctl compact --reload net,other
     """
-    context.obj = url
+    context.obj = Server(url, token_file)
+
+
+for command in (*ctl_models.COMMANDS, *ctl_server.COMMANDS):
+    app.command()(command)
+app.add_typer(ctl_programs.app, name="programs")
 
 
 @app.command()
@@ -130,7 +137,8 @@ def compact(
 def _control(context: typer.Context, url: str | None, timeout: float) -> Control:
     from rsrv.client.control import Control
 
-    return Control(url or context.obj, timeout=timeout)
+    server: Server = context.obj
+    return Control(url or server.url, timeout=timeout, metadata=server.metadata())
 
 
 def _show(status: ControlStatus, only: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -90,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return errors.report(stop.__context__)
         return stop.code if isinstance(stop.code, int) else errors.EXIT_FAILED
     except BaseException as error:
+        if isinstance(error, typer.TyperException) and "--json" in (sys.argv[1:] if argv is None else argv):
+            output.set_mode("json")  # which the option itself does, if it comes before what is wrong
         return errors.report(error)
     return outcome if isinstance(outcome, int) else 0
 

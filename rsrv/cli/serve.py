@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -42,21 +42,30 @@ def serve(
     ] = None,
     no_http: Annotated[bool, typer.Option("--no-http", help="No HTTP port.")] = False,
     no_hooks: Annotated[bool, typer.Option("--no-hooks", help="Refuse bundles that bring Python code.")] = False,
+    control_mode: Annotated[
+        Literal["dynamic", "static", "explicit"] | None,
+        typer.Option(
+            help="Who changes the models: their directories and operators, nobody, or operators alone, who then move "
+            "weights, too. [default: dynamic]"
+        ),
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve the bundles of a directory over KServe V2 until SIGTERM or Ctrl-C.
 
     One line of JSON on stdout tells the ports as soon as they answer. A model that fails does not keep the others from
-    being served. The first signal stops gracefully, the second one at once.
+    being served. Bundles that are copied into REPO, changed or removed while it runs are served, reloaded or unloaded.
+    The first signal stops gracefully, the second one at once; SIGHUP has the directories looked through.
 
     Example:
         rsrv serve models
         rsrv serve models --grpc-port 0 --http-port 0
+        rsrv serve models --control-mode static
         rsrv serve --config node.yaml --worker gpu0
     """
     _open_standard_streams()
     with _signals_end_it():
-        _serve(repo, config, worker, host, grpc_port, http_port, no_http, no_hooks, log_level)
+        _serve(repo, config, worker, host, grpc_port, http_port, no_http, no_hooks, control_mode, log_level)
     _end_soon()
 
 
@@ -69,6 +78,7 @@ def _serve(
     http_port: int | None,
     no_http: bool,
     no_hooks: bool,
+    control_mode: str | None,
     log_level: str,
 ) -> None:
     _set_up_logging(log_level)
@@ -85,6 +95,8 @@ def _serve(
         flags["endpoints.http_port"] = None
     if no_hooks:
         flags["hooks.allow"] = False
+    if control_mode is not None:
+        flags["model_control_mode"] = control_mode
     resolved = resolve_config(repo, config, worker, flags)
 
     from rsrv.serve import serve as serve_worker

@@ -44,9 +44,8 @@ def status(
             return
         found = _fetch(url)
         output.table(*view(found))
-        for model in found.models:
-            if model.reason:
-                output.note(f"{model.name}: {model.reason}")
+        for line in remarks(found):
+            output.note(line)
         return
     try:
         _watch(url, interval)
@@ -122,6 +121,7 @@ def headline(found: WorkerStatus) -> str:
         *(f"{device.platform} ({device.kind})" for device in found.devices),
         f"{sum(model.state == 'ready' for model in found.models)}/{len(found.models)} models",
         f"{server.inflight} of {server.limits.max_concurrent_requests} requests in flight",
+        *([f"{server.held_requests} held"] if server.held_requests else []),
         *(_weights(device.budget) for device in found.devices if device.budget is not None),
     ]
     programs = server.programs
@@ -140,11 +140,30 @@ def _why(reason: str) -> str:
     return reason if reason.startswith("not ready") else f"not ready: {reason}"
 
 
+def remarks(found: WorkerStatus) -> list[str]:
+    """What the table has no room for: why a model does not answer, or answers as it did before its files changed."""
+    lines = []
+    for model in found.models:
+        if model.reason:
+            lines.append(f"{model.name}: {model.reason}")
+        if model.pending_error is not None:
+            error = model.pending_error
+            lines.append(
+                f"{model.name}: the last reload failed ({error.phase}: {error.message}); the old version serves"
+            )
+        failed = model.residency.operation_error if model.residency is not None else None
+        if failed is not None:
+            lines.append(f"{model.name}: {failed.phase} failed: {failed.message}")
+    lines += [f"{one.name}: removed by an operator, until its files change" for one in found.tombstones]
+    return lines
+
+
 def model_row(model: ModelStatus, before: ModelStatus | None = None, seconds: float = 0.0) -> Row:
     """One line of the table: totals, or rates since `before`, which was `seconds` ago and of the same load."""
     now, queue, waits = model.counters, model.queue, model.queue_wait_s
+    state = model.state if model.admission == "open" else f"{model.state}, {model.admission}"
     if now is None or queue is None:
-        return (model.name, model.state, *["-"] * (len(COLUMNS) - 2))
+        return (model.name, state, *["-"] * (len(COLUMNS) - 2))
     past = before.counters if before is not None and before.incarnation == model.incarnation else None
     served, rows, runs, busy = now.served, now.rows, now.dispatches, now.compute_seconds
     padding, dropped = now.padding_rows, sum(now.dropped.values())
@@ -160,7 +179,7 @@ def model_row(model: ModelStatus, before: ModelStatus | None = None, seconds: fl
 
     return (
         model.name,
-        model.state,
+        state,
         str(queue.requests),
         rate(served),
         rate(rows),

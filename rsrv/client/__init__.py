@@ -8,6 +8,7 @@ from rsrv._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "Admin": ".admin",
         "CompactedMemory": ".control",
         "Control": ".control",
         "ControlStatus": ".control",

@@ -5,19 +5,40 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import grpc
 
 from rsrv.client import channels
 from rsrv.client.channels import ChannelOptions
 from rsrv.client.failures import from_rpc_error
-from rsrv.core.errors import UsageError
+from rsrv.core.errors import InvalidResponse, UsageError
 
 log = logging.getLogger(__name__)
 
 SERVICE = "/inference.GRPCInferenceService/"
 Metadata = Sequence[tuple[str, str | bytes]]
+
+
+def bearer(token: str) -> Metadata:
+    """The metadata that carries a bearer token. Raises UsageError for what can be none."""
+    if not token or any(not "!" <= letter <= "~" for letter in token):
+        raise UsageError("the token is empty, or not one line of printable ASCII without spaces")
+    return (("authorization", f"Bearer {token}"),)
+
+
+def message_of(kind: Any, body: bytes) -> Any:
+    """The answer `body` as a message of the class `kind`. Raises InvalidResponse."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        return kind.FromString(body)
+    except DecodeError:
+        name = kind.DESCRIPTOR.full_name
+        raise InvalidResponse(
+            f"the server's answer of {len(body)} bytes is no {name}", hint="is this the gRPC port of rsrv?"
+        ) from None
 
 
 class Connection:
@@ -56,6 +77,23 @@ class Connection:
                 raise _closed(self.target) from None
             raise error
 
+    def stream(self, method: str, body: bytes, timeout: float | None = None) -> Iterator[bytes]:
+        """Call `method`, which answers with many messages; the call ends when the iterator is closed.
+
+        Raises DeadlineExceeded after `timeout` seconds; None = no limit. A server that is not there is an error at the
+        first message.
+        """
+        with self._lock:
+            self._require_usable()
+            open_stream = self._channel.unary_stream(self._service + method, None, None)
+            call = open_stream(body, metadata=self._metadata, timeout=timeout)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.target) from None
+        finally:
+            call.cancel()  # type: ignore[no-untyped-call]  # in the stubs
+
     def tell(self, method: str, body: bytes, timeout: float, *, wait: bool) -> None:
         """Like `call` for a message whose failure does not matter; without `wait` it returns at once."""
         try:
@@ -81,14 +119,18 @@ class Connection:
         if known is not None and self._pid == os.getpid():
             return known
         with self._lock:
-            if self._closed:
-                raise _closed(self.target)
-            if self._pid != os.getpid():
-                self._methods.clear()
-                if self._own:
-                    self._channel = channels.acquire(self._options)
-                self._pid = os.getpid()
+            self._require_usable()
             return self._methods.setdefault(method, self._channel.unary_unary(self._service + method, None, None))
+
+    def _require_usable(self) -> None:
+        """Under the lock: raise when closed, and dial anew in a forked child."""
+        if self._closed:
+            raise _closed(self.target)
+        if self._pid != os.getpid():
+            self._methods.clear()
+            if self._own:
+                self._channel = channels.acquire(self._options)
+            self._pid = os.getpid()
 
 
 def _log_failure(call: grpc.Future[bytes]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import grpc
 
 from rsrv.client.channels import ChannelOptions
-from rsrv.client.connection import Connection, Metadata
+from rsrv.client.connection import Connection, Metadata, message_of
 from rsrv.core.errors import UsageError
 
 SERVICE = "/reactant_control.ControlService/"
@@ -156,7 +156,7 @@ class Control:
 
         request = getattr(control, f"{method}Request")(**fields)
         answer = self._connection.call(method, request.SerializeToString(), self._timeout)
-        return getattr(control, f"{method}Response").FromString(answer)
+        return message_of(getattr(control, f"{method}Response"), answer)
 
 
 def _model(row: Any) -> ModelControl:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import grpc
 
 from rsrv.core import errors
-from rsrv.core.errors import REASON_METADATA_KEY, Code, RsrvError
+from rsrv.core.errors import REASON_METADATA_KEY, SELECTED_METADATA_KEY, Code, RsrvError
 
 _BY_REASON: dict[str, type[RsrvError]] = {
     kind.reason: kind
@@ -32,8 +32,23 @@ _BY_REASON: dict[str, type[RsrvError]] = {
         errors.DeviceOutOfMemory,
         errors.ResidencyRefused,
         errors.Unimplemented,
+        errors.AdmissionClosed,
+        errors.HeldFull,
+        errors.Removing,
+        errors.NameTaken,
+        errors.IncarnationChanged,
+        errors.ExpectedMismatch,
+        errors.WaitTimeout,
+        errors.Unauthenticated,
     )
 }
+_CAPACITIES = ("model_capacity", "program_capacity")
+_BUNDLES = {
+    kind.reason
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, (errors.BundleError, errors.CacheError))
+}
+"""Reasons of errors that are made from more than a text; a client gets them as `RsrvError`."""
 _BY_CODE: dict[Code, type[RsrvError]] = {
     Code.INVALID_ARGUMENT: errors.InvalidRequest,
     Code.NOT_FOUND: errors.UnknownModel,
@@ -50,7 +65,7 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> RsrvError:
     code = Code(error.code().value[0])
     text = error.details() or code.name
     reason = _reason(error)
-    kind = _BY_REASON.get(reason) or _BY_CODE.get(code, RsrvError)
+    kind = _kind(code, reason)
     if _STALE_REGION in text:
         kind = errors.UnregisteredRegion
     if kind is errors.ServerUnreachable:
@@ -61,9 +76,22 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> RsrvError:
         return errors.DeadlineExceeded(f"no answer from {target} before the deadline")
     failure = kind.__new__(kind)  # some of the classes build their message from other arguments
     RsrvError.__init__(failure, text, code=code, reason=reason or None)
+    if isinstance(failure, errors.ExpectedMismatch):
+        selected = _trailer(error, SELECTED_METADATA_KEY)
+        failure.selected = int(selected) if selected.isdigit() else 0
     if not reason and kind is RsrvError:
         failure.reason = ""
     return failure
+
+
+def _kind(code: Code, reason: str) -> type[RsrvError]:
+    """A reason names one type, but those of `WrongState` are many, and some of them others use with another code."""
+    kind = _BY_REASON.get(reason)
+    if code is Code.FAILED_PRECONDITION and reason and (kind is None or kind.code is not code):
+        return RsrvError if reason in _BUNDLES else errors.WrongState
+    if reason in _CAPACITIES:
+        return errors.CapacityFull
+    return kind or _BY_CODE.get(code, RsrvError)
 
 
 def answered_by_server(error: RsrvError) -> bool:
@@ -72,8 +100,12 @@ def answered_by_server(error: RsrvError) -> bool:
 
 
 def _reason(error: grpc.RpcError) -> str:
+    return _trailer(error, REASON_METADATA_KEY)
+
+
+def _trailer(error: grpc.RpcError, wanted: str) -> str:
     trailers: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]
     for key, value in trailers:
-        if key == REASON_METADATA_KEY:
+        if key == wanted:
             return value if isinstance(value, str) else value.decode(errors="replace")
     return ""

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from rsrv.client.channels import ChannelOptions
-from rsrv.client.connection import Connection, Metadata
+from rsrv.client.connection import Connection, Metadata, message_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def ask(connection: Connection, method: str, timeout: float | None, **fields: An
 
     request = getattr(inference, f"{method}Request")(**fields)
     answer = connection.call(method, request.SerializeToString(), timeout)
-    return getattr(inference, f"{method}Response").FromString(answer)
+    return message_of(getattr(inference, f"{method}Response"), answer)
 
 
 def model_metadata(connection: Connection, name: str, timeout: float | None) -> ModelMetadata:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import ipaddress
 import os
 import socket
 import stat
@@ -49,6 +50,17 @@ def resolve(host: str, *, what: str) -> list[Address]:
         if address not in addresses:
             addresses.append(address)
     return addresses
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, a name or a numeric address, is this machine's own loopback; no name is looked up."""
+    name = host.removeprefix("[").removesuffix("]").rstrip(".").lower()
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def open_sockets(host: str, port: int, *, what: str) -> list[socket.socket]:

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from rsrv.core.errors import REASON_METADATA_KEY, Code, RsrvError
+from rsrv.core.errors import REASON_METADATA_KEY, SELECTED_METADATA_KEY, Code, ExpectedMismatch, RsrvError
 
 MAX_TEXT_BYTES = 4096
 """Clients refuse metadata of more than 8 KiB, and a status text is sent percent-encoded as metadata."""
@@ -19,10 +19,12 @@ class Status:
     code: Code
     text: str
     reason: str
+    more: tuple[tuple[str, str], ...] = ()
+    """What the trailers tell besides the reason."""
 
     @property
     def trailers(self) -> tuple[tuple[str, str], ...]:
-        return ((REASON_METADATA_KEY, self.reason),)
+        return ((REASON_METADATA_KEY, self.reason), *self.more)
 
 
 def status_of(error: BaseException) -> Status:
@@ -31,7 +33,8 @@ def status_of(error: BaseException) -> Status:
         return Status(Code.INTERNAL, "internal error", RsrvError.reason)
     text = f"{error.message} ({error.hint})" if error.hint else error.message
     code = error.code if error.code is not Code.OK else Code.INTERNAL
-    return Status(code, _shortened(text), _printable(error.reason))
+    more = ((SELECTED_METADATA_KEY, str(error.selected)),) if isinstance(error, ExpectedMismatch) else ()
+    return Status(code, _shortened(text), _printable(error.reason), more)
 
 
 def error_trailers(error: BaseException) -> dict[str, str]:

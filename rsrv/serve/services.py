@@ -34,7 +34,10 @@ VERSIONS = ("", "1")
 
 
 class Services:
-    """Answers from snapshots; nothing here waits for the device."""
+    """Answers from snapshots; nothing here waits for the device.
+
+    `administered` says that the routes of `rsrv.serve.admin` are there, too.
+    """
 
     def __init__(
         self,
@@ -45,6 +48,7 @@ class Services:
         counters: ServerCounters,
         regions: RegionRegistry | None,
         residency: Residency | None = None,
+        administered: bool = False,
     ) -> None:
         self._registry = registry
         self._lifecycle = lifecycle
@@ -52,6 +56,7 @@ class Services:
         self._counters = counters
         self._regions = regions
         self._residency = residency
+        self._administered = administered
 
     def routes(self) -> Routes:
         methods: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -96,9 +101,15 @@ class Services:
         return None if entry is None else self._is_ready(entry)
 
     def server_metadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
-        extensions = ["model_configuration", "statistics", "rsrv_control"]
-        if self._regions is not None:
-            extensions.insert(0, "system_shared_memory")
+        present = {
+            "system_shared_memory": self._regions is not None,
+            "model_repository": self._administered,
+            "model_configuration": True,
+            "statistics": True,
+            "rsrv_control": True,
+            "rsrv_admin": self._administered,
+        }
+        extensions = [name for name, there in present.items() if there]
         return pb.ServerMetadataResponse(name="rsrv", version=rsrv.__version__, extensions=extensions)
 
     def model_metadata(self, request: pb.ModelMetadataRequest) -> Any:
@@ -122,7 +133,7 @@ class Services:
         for entry in self._registry.entries():
             ready = self._is_ready(entry)
             if ready or not request.ready:
-                rows.append((entry.name, "READY" if ready else "UNAVAILABLE", "" if ready else self._reason(entry)))
+                rows.append((entry.name, "READY" if ready else "UNAVAILABLE", self._reason(entry, ready)))
         return encode_index(rows)
 
     # --- statistics -----------------------------------------------------------------------------------------------
@@ -193,12 +204,14 @@ class Services:
     # --- registry -------------------------------------------------------------------------------------------------
 
     def _is_ready(self, entry: Entry) -> bool:
-        if entry.prepared is None or self._lifecycle.state not in ("starting", "serving"):
+        if entry.prepared is None or not entry.serves or self._lifecycle.state not in ("starting", "serving"):
             return False
         return is_answered(self._residency, entry.prepared.model)
 
-    def _reason(self, entry: Entry) -> str:
-        """Why a model that is not ready is not."""
+    def _reason(self, entry: Entry, ready: bool) -> str:
+        """Why a model is not ready; of one that is, why it is not the version that its files are, "" when it is."""
+        if ready:
+            return "" if entry.pending is None else f"the last reload failed: {entry.pending}"
         if entry.reason:
             return entry.reason
         running = self._lifecycle.state in ("starting", "serving")

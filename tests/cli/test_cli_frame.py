@@ -60,7 +60,7 @@ sys.exit(repr(heavy) if (heavy := [m for m in unwanted if m in sys.modules]) els
     assert outcome.returncode == 0, outcome.stderr
 
 
-@pytest.mark.parametrize("names", [["KServeModel"], ["Server", "infer_sync", "InferInput", "InferOutput"]])
+@pytest.mark.parametrize("names", [["KServeModel"], ["Server", "infer_sync", "InferInput", "InferOutput"], ["Admin"]])
 def test_the_client_library_imports_neither_jax_torch_yaml_nor_pydantic(names):
     code = f"""
 import sys

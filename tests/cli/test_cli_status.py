@@ -27,6 +27,12 @@ RESIDENCY = {
     "host_copy": True,
     "host_shared": False,
     "pinned": False,
+    "pinned_by_operator": False,
+    "committed_bytes": 24,
+    "releasing_bytes": 0,
+    "host_bytes": 24,
+    "operation": "idle",
+    "operation_error": None,
     "loads": 7,
     "evictions": 6,
     "load_seconds": 0.1,
@@ -41,28 +47,44 @@ BUDGET = {
     "budget_bytes": 3072,
     "resident_bytes": 2048,
     "pending_bytes": 0,
+    "releasing_bytes": 0,
     "evictable_bytes": 2048,
     "eviction": "lru",
     "uses": 20,
     "loads": 7,
     "load_seconds": 0.7,
     "evictions": {"room": 6},
+    "idle_reclaims": 0,
     "compactions": 0,
     "lru_age_s": 90.0,
     "bytes_for_99_percent_hits": None,
 }
 MODEL = {
     "name": "net",
+    "kind": "model",
+    "source": "startup",
     "state": "ready",
+    "admission": "open",
+    "accepted": {"queued": 3, "executing": 1, "hooks": 0, "earlier": 0},
+    "phase": "executing",
     "reason": "",
     "error": None,
+    "pending_error": None,
     "incarnation": 1,
     "directory": "/models/net",
     "modified": [],
     "weights_bytes": 24,
     "residency": RESIDENCY,
     "hooks": [],
-    "programs": {"batch_sizes": [8], "shape_variants": [[]], "max_batch_size": 8, "numerics": "auto"},
+    "programs": {
+        "batch_sizes": [8],
+        "shape_variants": [[]],
+        "max_batch_size": 8,
+        "numerics": "auto",
+        "selected": 1,
+        "retained": 1,
+        "capacity": 4,
+    },
     "weight": 1.0,
     "recent_seconds": 0.1,
     "queue": {"requests": 3, "rows": 3, "oldest_wait_s": 0.01, "inflight_batches": 1},
@@ -106,8 +128,17 @@ DOCUMENT = {
         "discipline": "fair",
         "numerics": {"mode": "auto", "tf32_active": None, "pinned_exact": None},
         "programs": {"total": 3, "cache": 1, "compiled": 1, "shared": 0, "compile_seconds": 1.0},
-        "limits": {"max_concurrent_requests": 64, "max_queue_depth": 1024},
+        "idle": {"parameter_ms": 0.0, "workspace_ms": 0.0, "host_ms": 0.0, "device_workspace": False},
+        "limits": {
+            "max_concurrent_requests": 64,
+            "max_queue_depth": 1024,
+            "held_requests": 32,
+            "model_capacity": 1024,
+            "program_capacity": 4,
+            "variant_overtakes": 0,
+        },
         "inflight": 4,
+        "held_requests": 0,
         "shed": 0,
     },
     "devices": [
@@ -124,6 +155,7 @@ DOCUMENT = {
         }
     ],
     "models": [LATE, MODEL],
+    "tombstones": [],
 }
 
 
@@ -169,6 +201,23 @@ def test_status_shows_the_server_and_a_line_for_each_model(capsys):
     assert late.split() == ["late", "failed", *["-"] * 9]
     assert " ".join(net.split()) == "net ready 3 10 30 75% 100.00 0.5 s 1.0 ms 4.0 ms 2"
     assert err == "late: compile: it is no program\n"
+
+
+def test_what_an_operator_changed_and_what_did_not_come_to_be_is_told():
+    pending = {"phase": "digests", "type": "DigestMismatch", "message": "model.b8.mlir differs"}
+    moved = {**RESIDENCY, "operation_error": {**pending, "phase": "activating", "message": "there is no room"}}
+    net = {**MODEL, "admission": "draining", "reason": "draining", "pending_error": pending, "residency": moved}
+    gone = {"name": "gone", "signature": "1a2b", "since": 1.0}
+    server = {**DOCUMENT["server"], "held_requests": 2}
+    found = WorkerStatus.model_validate({**DOCUMENT, "server": server, "models": [net], "tombstones": [gone]})
+    assert " · 4 of 64 requests in flight · 2 held · " in command.headline(found)
+    assert command.model_row(found.models[0])[1] == "ready, draining"
+    assert command.remarks(found) == [
+        "net: draining",
+        "net: the last reload failed (digests: model.b8.mlir differs); the old version serves",
+        "net: activating failed: there is no room",
+        "gone: removed by an operator, until its files change",
+    ]
 
 
 def with_budget(*models, **changes):

@@ -265,7 +265,7 @@ def test_files_are_complete_and_in_the_order_in_which_a_pool_takes_them():
         pool.AddSerializedFile(data)
     for name in protos.services():
         assert pool.FindServiceByName(name).full_name == name
-    assert len(protos.services()) == 6
+    assert len(protos.services()) == 7
 
 
 _LOST_CLASSES = """
@@ -284,3 +284,84 @@ print(found() is None)
 def test_the_garbage_collector_takes_no_class_of_a_nested_message_that_another_thread_may_be_asking_for():
     done = subprocess.run([sys.executable, "-c", _LOST_CLASSES], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+# The administration of the specification (worker 11.5.2), and what was added to it, at the end of a message.
+ADMIN = {
+    "Empty": "",
+    "Target": "1 string model; 2 uint64 if_incarnation; 3 string component",
+    "Operation": """1 string model; 2 uint64 incarnation; 3 string registration; 4 string admission;
+        5 string parameter_operation; 6 bool accepted; 7 bool pinned; 8 string error; 9 Accepted requests""",
+    "Accepted": "1 int64 queued; 2 int64 executing; 3 int64 hooks",
+    "StatusRequest": "1 string model",
+    "StatusResponse": "1 string json",
+    "ListModelsResponse": "1 string json",
+    "RegisterRequest": """1 string model; 2 string directory; 3 string admission; 4 ?string residency; 5 ?double weight;
+        6 ?int64 max_batch_size; 7 bool pinned; 8 uint64 if_incarnation""",
+    "DrainRequest": "1 Target t; 2 int64 wait_ms",
+    "UnregisterRequest": "1 Target t; 2 string mode",
+    "WaitRequest": "1 Target t; 2 string until; 3 int64 timeout_ms",
+    "ActivateRequest": "1 Target t; 2 bool allow_open",
+    "DeactivateRequest": "1 Target t; 2 bool host",
+    "ResidencyRequest": "1 string model; 2 string floor; 3 uint64 if_incarnation",
+    "ResidencyResponse": "1 string model; 2 uint64 incarnation; 3 string floor",
+    "ReclaimPolicy": "1 ?double parameter_idle_ms; 2 ?double workspace_idle_ms; 3 ?double host_idle_ms",
+    "TrimRequest": "1 uint32 device; 2 uint64 target_bytes; 3 bool compact",
+    "Program": """1 uint64 id; 2 string phase; 3 string label; 4 string fingerprint; 5 string diagnostics;
+        6 double created_unix; 7 Shadow shadow; 8 uint64 incarnation""",
+    "Shadow": """1 double percent; 2 uint64 batches; 3 uint64 skipped; 4 uint64 mismatches; 5 uint64 errors;
+        6 *Shadow.LargestDifferenceEntry largest_difference; 7 string first_mismatch; 8 string first_error;
+        9 uint64 against""",
+    "Shadow.LargestDifferenceEntry": "1 string key; 2 double value",
+    "ProgramList": "1 uint64 selected; 2 uint32 capacity; 3 *Program programs; 4 uint64 incarnation",
+    "StageRequest": """1 string model; 2 uint64 base; 3 string base_directory; 4 *string sources; 5 ?bool wait;
+        6 string label; 7 double shadow_percent; 8 uint64 if_incarnation""",
+    "SelectRequest": "1 Target t; 2 uint64 program; 3 uint64 expected; 4 bool require_clean",
+    "SelectResponse": "1 uint64 selected; 2 uint64 previous; 3 uint64 incarnation",
+    "RemoveRequest": "1 Target t; 2 uint64 program",
+    "ShadowRequest": """1 Target t; 2 uint64 program; 3 double percent;
+        4 *ShadowRequest.TolerancesEntry tolerances""",
+    "ShadowRequest.TolerancesEntry": "1 string key; 2 double value",
+    "WatchRequest": "1 uint64 from_seq; 2 string model",
+    "Event": """1 uint64 seq; 2 double time; 3 string model; 4 uint64 incarnation; 5 string type; 6 string from;
+        7 string to; 8 string detail""",
+}
+ADMIN_RPCS = """
+    GetStatus StatusRequest StatusResponse; ListModels Empty ListModelsResponse;
+    RegisterModel RegisterRequest Operation; RetryModel Target Operation; DrainModel DrainRequest Operation;
+    UndrainModel Target Operation; UnregisterModel UnregisterRequest Operation;
+    ActivateModel ActivateRequest Operation; DeactivateModel DeactivateRequest Operation;
+    PinModel Target Operation; UnpinModel Target Operation; SetReclaim ReclaimPolicy ReclaimPolicy;
+    StageProgram StageRequest Program; ListPrograms Target ProgramList; SelectProgram SelectRequest SelectResponse;
+    RemoveProgram RemoveRequest ProgramList; TrimDevice TrimRequest StatusResponse; WaitModel WaitRequest Operation;
+    PollRepository Empty StatusResponse; WatchEvents WatchRequest *Event;
+    SetResidency ResidencyRequest ResidencyResponse; SetShadow ShadowRequest Program"""
+
+
+def admin_row(text: str) -> list[tuple[int, str, str, str]]:
+    """``?`` before a type: it can be absent, which a field of its own group says in the descriptor."""
+    parsed = []
+    for field in filter(None, (part.strip() for part in text.split(";"))):
+        number, kind, name = field.split()
+        bare = kind.lstrip("*?")
+        full = f"rsrv.admin.v1.{bare}" if bare[0].isupper() else bare
+        parsed.append(
+            (int(number), name, f"repeated {full}" if "*" in kind else full, f"_{name}" if "?" in kind else "")
+        )
+    return parsed
+
+
+@pytest.mark.filterwarnings("ignore:label\\(\\) is deprecated")
+def test_the_messages_of_administration_are_those_of_the_specification():
+    found = messages(protos.POOL.FindFileByName("admin/rsrv_admin.proto"))
+    ours = {name.removeprefix("rsrv.admin.v1."): fields(message) for name, message in found.items()}
+    assert ours == {name: admin_row(text) for name, text in ADMIN.items()}
+
+
+def test_the_service_of_administration_has_the_rpcs_of_the_specification():
+    service = protos.services()["rsrv.admin.v1.AdminService"]
+    ours = [
+        f"{m.name} {m.input_type.name} {'*' if m.server_streaming else ''}{m.output_type.name}" for m in service.methods
+    ]
+    assert ours == [" ".join(rpc.split()) for rpc in ADMIN_RPCS.split(";")]
+    assert not any(m.client_streaming for m in service.methods)
