@@ -24,7 +24,7 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 	$(BIN)/lint-imports
 
 pytest: $(VENV)/.dev $(VENV)/.weights $(OLD_TRITON)/.ready
-	RSRV_REQUIRE_CONTRACT_ENVS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
+	RSRV_REQUIRE_CONTRACT_ENVS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-newest: $(NEWEST)/.ready ## the rooms that touch jax, on the newest one that pyproject.toml allows
 	$(NEWEST)/bin/python -c 'import sys, jax, jaxlib; print("Python", sys.version.split()[0], "jax", jax.__version__, "jaxlib", jaxlib.__version__)'

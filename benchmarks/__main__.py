@@ -6,14 +6,22 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
-from benchmarks import first_light, residency, restart, scheduler, serving
+from benchmarks import first_light, reload, residency, restart, scheduler, serving
 from benchmarks.load import pin
 from benchmarks.report import record, show, write
 from benchmarks.servers import DRIVER_CORE
 
-CASES = {**first_light.CASES, **scheduler.CASES, **restart.CASES, **serving.CASES, **residency.CASES}
+CASES = {
+    **first_light.CASES,
+    **scheduler.CASES,
+    **restart.CASES,
+    **serving.CASES,
+    **residency.CASES,
+    **reload.CASES,
+}
 
 
 def main() -> int:
@@ -29,11 +37,12 @@ def main() -> int:
     affinity = os.sched_getaffinity(0)
     measurements = []
     for name in arguments.cases or CASES:
-        sys.stderr.write(f"{name} …\n")
+        began = time.monotonic()
         if name in {"request-cost", "large-requests"}:
             pin(DRIVER_CORE)
         measurements += list(CASES[name](short=arguments.short))
         os.sched_setaffinity(0, affinity)
+        sys.stderr.write(f"{name} took {time.monotonic() - began:.0f} s\n")
     show(measurements)
     if arguments.record:
         record(measurements, arguments.record)

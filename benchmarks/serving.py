@@ -96,7 +96,7 @@ def beside_loading(*, short: bool) -> Iterator[Measurement]:
             with traced_server(alone, SERVING) as watched:
                 wait_ready(watched.server)
                 _for_seconds(watched.server, quiet, seconds)
-                with _burner():
+                with idle_burner():
                     _for_seconds(watched.server, burner, seconds)
             for results, name in ((compiling, "compiling"), (loading, "loading")):
                 with traced_server(crowd, SERVING, cache) as watched:
@@ -211,7 +211,7 @@ def _sum(a: Trace, b: Trace) -> Trace:
 
 
 @contextmanager
-def _burner() -> Iterator[None]:
+def idle_burner() -> Iterator[None]:
     """A process that computes all the time, with the priority of a compile worker."""
     code = (
         f"import os; os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)); os.nice({NICENESS})\nwhile True: pass"

@@ -27,7 +27,7 @@ from soak.vitals import Vitals, Watch, remove_shared_memory, shared_memory
 
 CONCURRENT = 16
 """Of the server's requests; the clients have more threads, so that some are turned away."""
-ENGINE_THREADS = CONCURRENT + 32
+ENGINE_THREADS = CONCURRENT + CONCURRENT // 2 + 32
 REST_SECONDS = 30.0
 """Longest time until a server without clients has to have come to rest."""
 
@@ -38,6 +38,8 @@ ENVIRON = {
     "RSRV_WORKER_SCHEDULER_MAX_QUEUE_DEPTH": "12",
     "RSRV_WORKER_SHM_REAP_SECONDS": "2",
     "RSRV_WORKER_HOOKS_MAX_LOST": "1000000",
+    # What the vandal does to the files is to be found damaged, and not to be loaded.
+    "RSRV_WORKER_MODEL_CONTROL_MODE": "static",
 }
 
 ARENA_BYTES = 64 << 20

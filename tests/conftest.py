@@ -8,6 +8,12 @@ import psutil
 _before = set()
 
 
+def pytest_collection_modifyitems(items):
+    """The files with slow tests first: at the end, a process that runs one of them is alone."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_sessionstart(session):
     _before.update(glob.glob("/dev/shm/*rsrv*"))
 

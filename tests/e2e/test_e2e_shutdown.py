@@ -288,3 +288,29 @@ def test_clients_that_are_killed_leave_nothing_behind(repo, tmp_path):
         with grpc.insecure_channel(server.url) as channel:
             channel.unary_unary(INFER)(request(), timeout=20)
         assert server.stop() == 0
+
+
+def test_a_hangup_has_the_directories_looked_through_and_ends_nothing(tmp_path):
+    repo = tmp_path / "repo"
+    write_affine(repo / "affine")
+    with ServerProcess(repo, env={**FAKE, "RSRV_WORKER_MODEL_POLL_SECONDS": "3600"}) as server:
+        server.wait_ready()
+        server.signal(signal.SIGHUP)
+        end = time.monotonic() + 60
+        while "the model directories are looked through" not in server.log:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        with grpc.insecure_channel(server.url) as channel:
+            channel.unary_unary(INFER)(request(), timeout=60)
+        assert server.stop() == 0
+
+
+def test_a_hangup_of_a_server_that_follows_no_directories_is_told_in_its_log(repo):
+    with ServerProcess(repo, env={**FAKE, "RSRV_WORKER_MODEL_CONTROL_MODE": "static"}) as server:
+        server.wait_ready()
+        server.signal(signal.SIGHUP)
+        end = time.monotonic() + 60
+        while "models follow no directories control_mode=static" not in server.log:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert server.stop() == 0

@@ -155,7 +155,14 @@ def test_metadata_config_index_and_statistics_are_what_tritonclient_expects(clie
     assert not client.is_model_ready("nobody")
     about = client.get_server_metadata()
     assert about.name == "rsrv"
-    assert list(about.extensions) == ["system_shared_memory", "model_configuration", "statistics", "rsrv_control"]
+    assert list(about.extensions) == [
+        "system_shared_memory",
+        "model_repository",
+        "model_configuration",
+        "statistics",
+        "rsrv_control",
+        "rsrv_admin",
+    ]
     metadata = client.get_model_metadata("pair")
     assert metadata.platform == "xla_stablehlo"
     assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [
