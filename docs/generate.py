@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeGuard, get_args, get_origin
+from typing import Any, TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
 
 from rsrv.cli.reference import markdown as commands
 from rsrv.core.config import key_table
@@ -56,11 +58,31 @@ def metrics() -> str:
 def status() -> str:
     return _page(
         "Status of a worker",
-        "What `GET /v1/status` of the HTTP port answers, as JSON; `rsrv status` shows it. Seconds and bytes; counts "
-        "start with the process. Fields may be added: a reader ignores those that it does not know.",
+        "What `GET /v1/status` of the HTTP port answers, as JSON; `rsrv status` shows it, and with `?model=NAME` there "
+        "is only that model. Seconds and bytes; counts start with the process. Fields may be added: a reader ignores "
+        "those that it does not know. The same as JSON Schema (2020-12): [status.schema.json](status.schema.json).",
         ("field", "type", "meaning"),
         _fields(WorkerStatus, ""),
     )
+
+
+def status_schema() -> str:
+    schema = _tidied(WorkerStatus.model_json_schema(mode="serialization"))
+    head = {"$schema": GenerateJsonSchema.schema_dialect, "title": "Status of a worker"}
+    return json.dumps({**head, **schema}, indent=2, ensure_ascii=False) + "\n"
+
+
+def _tidied(schema: Any) -> Any:
+    """Without the titles, which only repeat the names, and with each text on one line."""
+    if isinstance(schema, list):
+        return [_tidied(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: " ".join(value.split()) if key == "description" and isinstance(value, str) else _tidied(value)
+        for key, value in schema.items()
+        if key != "title" or not isinstance(value, str)
+    }
 
 
 def _fields(model: type[BaseModel], path: str) -> Iterator[tuple[str, str, str]]:
@@ -86,6 +108,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "metrics.md": metrics,
     "status.md": status,
+    "status.schema.json": status_schema,
 }
 
 
