@@ -148,7 +148,9 @@ def test_a_rewrite_is_found_although_times_and_size_are_the_old_ones_and_names_c
     edit(path, file, "w")
     rename(path, path.with_name("other"))
     for _ in range(2):
-        with pytest.raises(WeightsError, match=r"tensor 'w' is not the same; .* refused until the server is restarted"):
+        with pytest.raises(
+            WeightsError, match=r"tensor 'w' is not the same; .* refused until the model is loaded again"
+        ):
             pool.load(file)
         assert pool.resident_bytes == pool.device.live_bytes == 0
 

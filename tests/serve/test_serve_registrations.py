@@ -10,7 +10,7 @@ from support.bundles import write_affine
 from support.calls import FakeCall
 
 from rsrv.bundle.digests import seal
-from rsrv.core.config import EndpointsConfig, HooksConfig, ServerConfig
+from rsrv.core.config import EndpointsConfig, HooksConfig, RuntimeConfig, ServerConfig
 from rsrv.core.config.sections import AdminConfig, AdmissionConfig, ReloadConfig
 from rsrv.core.errors import (
     BundleError,
@@ -29,6 +29,7 @@ from rsrv.core.wire import decode_response, encode_request, join
 from rsrv.serve import register_heartbeat, serve, unregister_heartbeat
 from rsrv.serve.registry import ModelState, Settings
 from rsrv.serve.renaming import Move
+from rsrv.serve.residency.floors import Floor
 
 WAIT = 60
 SLOW = """
@@ -585,6 +586,19 @@ def test_the_floor_and_the_weight_of_a_registration_outlive_a_reload(world):
     world.do.reload("n").result(WAIT)
     stats = world.server.scheduler.stats()["n"]
     assert (stats.weight, stats.max_batch_size, world.infer(1, "n")) == (2.5, 1, 5)
+
+
+def test_a_floor_that_was_set_by_hand_outlives_a_reload(make):
+    world = make(runtime=RuntimeConfig(backend="cpu", device_memory_bytes=1 << 20))
+    world.bundle()
+    world.start()
+    residency = world.server.residency
+    assert residency.model("m").floor is Floor.UNPINNED
+    residency.set_floor("m", Floor.DEVICE)
+    world.bundle(scale=4)
+    world.do.reload("m").result(WAIT)
+    assert residency.model("m").floor is Floor.DEVICE
+    assert world.infer(1) == 5
 
 
 def test_bundles_whose_hooks_hang_at_import_hold_up_no_other(world):

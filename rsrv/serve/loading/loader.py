@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from rsrv.serve.hook_processes.processes import HookProcesses
     from rsrv.serve.loading.progress import LoadProgress
     from rsrv.serve.registry import Registry
+    from rsrv.serve.residency.floors import Floor
     from rsrv.serve.residency.handle import ModelWeights
     from rsrv.serve.residency.manager import Residency
     from rsrv.serve.scheduler import Scheduler
@@ -215,7 +216,8 @@ class Loader:
                     return self._prepared(compiled, known), compiled
                 if make_room is not None:
                     make_room()
-                weights = self._place(compiled, f"{entry.name}#{incarnation}", steps)
+                # The floor may have been changed since the first load.
+                weights = self._place(compiled, f"{entry.name}#{incarnation}", steps, floor=known.floor)
                 try:
                     return self._prepared(compiled, weights), compiled
                 except BaseException:
@@ -314,7 +316,7 @@ class Loader:
             programs.setdefault(job.variant, {})[job.batch_key] = program.executable
         return Compiled(opened, incarnation, hooks, processes, loaded, programs)
 
-    def _place(self, compiled: Compiled, known_as: str, steps: Steps) -> ModelWeights:
+    def _place(self, compiled: Compiled, known_as: str, steps: Steps, *, floor: Floor | None = None) -> ModelWeights:
         opened, name = compiled.opened, compiled.opened.entry.name
         settings = opened.entry.settings
         with steps("weights"), self._placing:
@@ -322,7 +324,7 @@ class Loader:
                 known_as,
                 opened.weights,
                 model=name,
-                floor=settings.residency or floor_of(self._config, name),
+                floor=floor or settings.residency or floor_of(self._config, name),
                 scratch_bytes=scratch_of(self._config, opened.bundle.manifest, compiled.programs),
                 pinned=settings.pinned,
             )

@@ -226,7 +226,7 @@ class WeightsFile:
     def _changed(self, what: str) -> WeightsError:
         return WeightsError(
             f"{self.path} changed on disk since it was opened: {what}; requests that need it are refused until the "
-            "server is restarted, or the file is what it was",
+            "model is loaded again, or the file is what it was",
             rule="B-60",
             file=self.path.name,
             hint="replace files by renaming new ones over them; a rewrite in place breaks what serves from the old one",
