@@ -58,23 +58,28 @@ class Parameters:
     def activate(self, entry: Entry, *, allow_open: bool) -> None:
         """Begin to prepare the model if it is not, and to bring its weights to the device."""
         name = entry.name
-        verdict("activate", entry)
-        if not allow_open:
-            _require_drained(entry, "activated", hint="drain it first, or say allow_open")
-        if self._operations.busy(name):
-            raise _pending(name, "activated")
-        prepare = None
-        if entry.prepared is None:
-            prepare = self._registrations.prepare(name, if_incarnation=entry.incarnation).result
-        self._operations.activate(name, lambda: self._warm(name), prepare=prepare)
+        # Nobody opens the gate between the look at it and the begin, which keeps it closed.
+        with self._registry.changing:
+            entry = self._registry.find(name)
+            verdict("activate", entry)
+            if not allow_open:
+                _require_drained(entry, "activated", hint="drain it first, or say allow_open")
+            if self._operations.busy(name):
+                raise _pending(name, "activated")
+            prepare = None
+            if entry.prepared is None:
+                prepare = self._registrations.prepare(name, if_incarnation=entry.incarnation).result
+            self._operations.activate(name, lambda: self._warm(name), prepare=prepare)
 
     def deactivate(self, entry: Entry, *, host: bool) -> bool:
         """Begin to free the device memory of its weights; False when there is nothing to do."""
-        no_op = verdict("deactivate", entry) == NO_OP
-        _require_drained(entry, "deactivated", hint="drain it first")
-        if not no_op:
-            self._operations.deactivate(entry.name, host=host)
-        return not no_op
+        with self._registry.changing:
+            entry = self._registry.find(entry.name)
+            no_op = verdict("deactivate", entry) == NO_OP
+            _require_drained(entry, "deactivated", hint="drain it first")
+            if not no_op:
+                self._operations.deactivate(entry.name, host=host)
+            return not no_op
 
     def pin(self, entry: Entry, pinned: bool) -> None:
         """Never, or again, evict its weights."""
