@@ -41,6 +41,7 @@ def cache(tmp_path_factory):
 def begin(tmp_path, cache, monkeypatch):
     """Starts a server and what stresses it; stops it in the end."""
     monkeypatch.setenv("RSRV_ALLOW_FAKE", "1")
+    monkeypatch.setenv("NPROC", "1")  # as the device sets it for `cpu_threads`; restored afterwards
     (tmp_path / "repo").mkdir()
     threads = {*threading.enumerate()}
     children = {*psutil.Process().children()}

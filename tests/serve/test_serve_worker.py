@@ -56,6 +56,7 @@ def config(repo, **sections):
     return ServerConfig(
         **{
             "model_dirs": [str(repo)],
+            "model_control_mode": "static",
             "runtime": RuntimeConfig(backend="fake"),
             "endpoints": EndpointsConfig(grpc_port=0, http_port=0),
             **sections,
