@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rsrv.core.errors import Cancelled, InvalidRequest, ResidencyRefused, ServerStopping, Shed
+from rsrv.core.errors import Cancelled, InvalidRequest, ResidencyRefused, Shed
 from rsrv.protos import control as pb
 from rsrv.rpc.call import reply
 from rsrv.rpc.routes import Route, Routes
@@ -115,7 +115,7 @@ class ControlService:
         return response
 
     def set_policy(self, request: pb.SetModelPolicyRequest) -> pb.SetModelPolicyResponse:
-        self._require_running()
+        self._lifecycle.require_running()
         self._registry.find(request.name)
         if request.has_weight:
             self._registry.prepared(request.name)
@@ -129,7 +129,7 @@ class ControlService:
                 f"the residency {request.target} is no target; wanted UNPINNED (1), PINNED_SYSTEM (2) or "
                 "PINNED_DEVICE (3)"
             )
-        self._require_running()
+        self._lifecycle.require_running()
         residency = require_moves_by_hand(self._residency)
         self._registry.prepared(request.name)
 
@@ -141,7 +141,7 @@ class ControlService:
         return move
 
     def compact(self, request: pb.CompactMemoryRequest) -> Operation:
-        self._require_running()
+        self._lifecycle.require_running()
 
         def move() -> pb.CompactMemoryResponse:
             if self._residency is None:
@@ -160,10 +160,6 @@ class ControlService:
 
     # --- small parts ------------------------------------------------------------------------------------------------
 
-    def _require_running(self) -> None:
-        if self._lifecycle.state not in ("starting", "serving"):
-            raise ServerStopping(f"the server is {self._lifecycle.state} and changes nothing any more")
-
     def _long(self, request_class: Any, method: Callable[[Any], Operation]) -> Callable[[Call], None]:
         """A handler whose checks run at once, and what they allow when its turn has come."""
 
@@ -177,7 +173,7 @@ class ControlService:
             def run() -> Any:
                 if call.cancelled:
                     raise Cancelled("the caller went away before its turn came")
-                self._require_running()
+                self._lifecycle.require_running()
                 return operation()
 
             def done(answer: Any, error: BaseException | None) -> None:

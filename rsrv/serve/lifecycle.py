@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from rsrv.core.errors import ServerStopping
 from rsrv.serve.loading.progress import ProgramCounts
 from rsrv.serve.registry import Progress, ReadyWhen, Registry
 
 State = Literal["starting", "serving", "stopping", "stopped", "failed"]
+_RUNNING: tuple[State, ...] = ("starting", "serving")
 STATES: tuple[State, ...] = ("starting", "serving", "stopping", "stopped", "failed")
 
 
@@ -53,6 +55,17 @@ class Lifecycle:
     def state(self) -> State:
         return self._state
 
+    @property
+    def running(self) -> bool:
+        """Whether models may be answered, and changed: the server is coming up, or serves."""
+        return self._state in _RUNNING
+
+    def require_running(self) -> None:
+        """Raises ServerStopping."""
+        state = self._state
+        if state not in _RUNNING:
+            raise ServerStopping(f"the server is {state} and changes nothing any more")
+
     def enter(self, state: State, *, only_from: tuple[State, ...] = STATES) -> bool:
         """Change the state; False (and no change) when it is not one of `only_from`."""
         with self._lock:
@@ -66,7 +79,7 @@ class Lifecycle:
 
     def readiness(self) -> Readiness:
         state = self._state
-        if state in ("starting", "serving"):
+        if state in _RUNNING:
             reason = self._registry.waiting_for(self._ready_when) or self._stuck()
         else:
             reason = f"the server is {state}"

@@ -18,7 +18,6 @@ from rsrv.bundle.files import require_name
 from rsrv.core.errors import (
     CapacityFull,
     HookError,
-    IncarnationChanged,
     ModelFailed,
     ModelUnloaded,
     NameTaken,
@@ -191,7 +190,7 @@ class Registrations:
         """Have a model that is only registered prepared; its gate stays. Raises UnknownModel, IncarnationChanged, and
         WrongState for one that failed or is being removed."""
         with self._changing:
-            entry = self._entry(name, if_incarnation)
+            entry = self._registry.find(name, if_incarnation)
             self._refuse_states(entry, "prepared", ModelState.FAILED, ModelState.RETIRING, ModelState.RELEASE_FAILED)
             if entry.state is ModelState.REGISTERED:
                 entry = self._set(entry, state=ModelState.PREPARING)
@@ -202,7 +201,7 @@ class Registrations:
         """Prepare a model that failed again, or try again to free one whose release failed. Raises UnknownModel,
         IncarnationChanged, WrongState."""
         with self._changing:
-            entry = self._entry(name, if_incarnation)
+            entry = self._registry.find(name, if_incarnation)
             if entry.state is ModelState.RELEASE_FAILED:
                 return self._release_again(entry)
             if entry.state is not ModelState.FAILED:
@@ -217,7 +216,7 @@ class Registrations:
         """Close the gate: requests that have entered finish, no other enters. Raises UnknownModel, IncarnationChanged,
         WrongState for a model that is being removed."""
         with self._changing:
-            entry = self._entry(name, if_incarnation)
+            entry = self._registry.find(name, if_incarnation)
             self._refuse_states(entry, "drained", ModelState.RETIRING, ModelState.RELEASE_FAILED)
             if entry.gate != "open" or entry.state is ModelState.FAILED:
                 return entry
@@ -234,7 +233,7 @@ class Registrations:
         weights are being moved by an operator.
         """
         with self._changing:
-            entry = self._entry(name, if_incarnation)
+            entry = self._registry.find(name, if_incarnation)
             self._refuse_states(entry, "opened", ModelState.FAILED, ModelState.RETIRING, ModelState.RELEASE_FAILED)
             if entry.gate == "open":
                 return entry
@@ -260,7 +259,7 @@ class Registrations:
         A second call may turn the first into the second, not back. Raises UnknownModel, IncarnationChanged.
         """
         with self._changing:
-            entry = self._entry(name, if_incarnation)
+            entry = self._registry.find(name, if_incarnation)
             unloaded = ModelUnloaded(f"model {name!r} was removed")
             if entry.state is ModelState.RELEASE_FAILED:
                 return self._release_again(entry)
@@ -335,25 +334,24 @@ class Registrations:
                 self._tell(entry, "name", old, entry.name)
         return [entry for _, entry in renamed]
 
-    def fail_hooks(self, name: str, incarnation: int, error: HookError) -> None:
+    def fail_hooks(self, incarnation: int, error: HookError) -> None:
         """The hooks of an incarnation were lost too often: it does not serve any more."""
         with self._changing:
             # By its number: it may have been renamed since its hooks were loaded.
             entry = next((each for each in self._registry.entries() if each.incarnation == incarnation), None)
             if entry is None or entry.prepared is None:
                 return
-            name = entry.name
-            log.error("model failed name=%s phase=hooks error=%s", name, error.message)
+            log.error("model failed name=%s phase=hooks error=%s", entry.name, error.message)
             self._set_failed(entry, "hooks", error)
-            failed = ModelFailed(f"model {name!r} failed (hooks: {error.message})")
-            self._retirements.begin(name, entry.prepared, refusal=failed)
+            failed = ModelFailed(f"model {entry.name!r} failed (hooks: {error.message})")
+            self._retirements.begin(entry.name, entry.prepared, refusal=failed)
 
     # --- who waits, and who looks ---------------------------------------------------------------------------------
 
     def wait(self, name: str, until: Until, timeout_s: float, *, if_incarnation: int = 0) -> Entry | None:
         """See `Waits.wait`; raises IncarnationChanged besides."""
         if until != "gone" or if_incarnation:
-            self._entry(name, if_incarnation)
+            self._registry.find(name, if_incarnation)
         return self._waits.wait(name, until, timeout_s)
 
     def accepted(self, entry: Entry) -> int:
@@ -368,14 +366,6 @@ class Registrations:
         self._preparations.entry_changed()
 
     # --- small parts ----------------------------------------------------------------------------------------------
-
-    def _entry(self, name: str, if_incarnation: int) -> Entry:
-        entry = self._registry.find(name)
-        if if_incarnation not in (0, entry.incarnation):
-            raise IncarnationChanged(
-                f"model {name!r} has incarnation {entry.incarnation} now; the call is for {if_incarnation}"
-            )
-        return entry
 
     def _refuse_states(self, entry: Entry, what: str, *states: ModelState) -> None:
         if entry.state in states:

@@ -12,7 +12,15 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rsrv.core.errors import AdmissionClosed, ModelFailed, ModelPreparing, Removing, RsrvError, UnknownModel
+from rsrv.core.errors import (
+    AdmissionClosed,
+    IncarnationChanged,
+    ModelFailed,
+    ModelPreparing,
+    Removing,
+    RsrvError,
+    UnknownModel,
+)
 from rsrv.serve.gate import Accepted
 
 if TYPE_CHECKING:
@@ -222,10 +230,16 @@ class Registry:
     def get(self, name: str) -> Entry | None:
         return self._entries.get(name)
 
-    def find(self, name: str) -> Entry:
-        """The entry of `name`. Raises UnknownModel, or ModelPreparing while the names are not known yet."""
+    def find(self, name: str, if_incarnation: int = 0) -> Entry:
+        """The entry of `name`. Raises UnknownModel, ModelPreparing while the names are not known yet, and
+        IncarnationChanged when it has not the incarnation that is given (0 = whichever)."""
         entry = self._entries.get(name)
         if entry is not None:
+            if if_incarnation not in (0, entry.incarnation):
+                raise IncarnationChanged(
+                    f"model {name!r} has incarnation {entry.incarnation} now; the call is for {if_incarnation}",
+                    hint="somebody else loaded it again; look at its status and decide anew",
+                )
             return entry
         if not self._scanned:
             raise ModelPreparing(f"model {name!r} is not known yet: the server is starting")

@@ -204,7 +204,7 @@ class Services:
     # --- registry -------------------------------------------------------------------------------------------------
 
     def _is_ready(self, entry: Entry) -> bool:
-        if entry.prepared is None or not entry.serves or self._lifecycle.state not in ("starting", "serving"):
+        if entry.prepared is None or not entry.serves or not self._lifecycle.running:
             return False
         return is_answered(self._residency, entry.prepared.model)
 
@@ -214,8 +214,7 @@ class Services:
             return "" if entry.pending is None else f"the last reload failed: {entry.pending}"
         if entry.reason:
             return entry.reason
-        running = self._lifecycle.state in ("starting", "serving")
-        return "not resident" if running else f"the server is {self._lifecycle.state}"
+        return "not resident" if self._lifecycle.running else f"the server is {self._lifecycle.state}"
 
     def _entry(self, name: str, version: str) -> Entry:
         entry = self._registry.find(name)

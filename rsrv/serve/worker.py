@@ -246,7 +246,7 @@ class RunningServer:
             on_phase=self._set_phase,
             hook_processes=self.hook_pool.size,
             on_ready=self._warmup.add,
-            on_hooks_lost=lambda *lost: self.live.registrations.fail_hooks(*lost),
+            on_hooks_lost=lambda incarnation, error: self.live.registrations.fail_hooks(incarnation, error),
         )
         if config.bundles.digests == "programs":
             self._digests = DigestWatch(self.registry, self._stopping, allow_unhooked=config.allow_unhooked)
@@ -476,7 +476,7 @@ class RunningServer:
 
     def _fail_hooks(self, name: str, incarnation: int, lost: int) -> None:
         error = HookError(f"{lost} hook calls did not return in time (hooks.max_lost: {self.config.hooks.max_lost})")
-        self.live.registrations.fail_hooks(name, incarnation, error)
+        self.live.registrations.fail_hooks(incarnation, error)
 
     def _reap(self) -> None:
         assert self.shm is not None

@@ -23,6 +23,7 @@ from rsrv.serve.admin.operations import Administration
 from rsrv.serve.admin.parameters import Parameters
 from rsrv.serve.admission import Admission
 from rsrv.serve.gate import Accepted
+from rsrv.serve.lifecycle import Lifecycle
 from rsrv.serve.programs.compare import ShadowRecord
 from rsrv.serve.programs.records import ProgramList, ProgramSet, Selected
 from rsrv.serve.registry import Entry, Failure, ModelState, Registry
@@ -258,7 +259,8 @@ class Site:
         self.admission = Admission(self.config.endpoints.max_concurrent_requests, self.config.held_requests)
         self.operations = ParameterOperations(self.residency)
         self.watcher = ScriptedWatcher() if mode == "dynamic" else None
-        self.lifecycle = SimpleNamespace(state="serving")
+        self.lifecycle = Lifecycle(self.registry, "any")
+        self.lifecycle.enter("serving")
         self.depth = (0, 0)
         self.warmed: list[str] = []
         self.moved: list[bool] = []

@@ -80,7 +80,7 @@ def test_the_right_incarnation_is_let_through(site):
 )
 def test_a_server_that_stops_changes_nothing(site, path, fields):
     site.put()
-    site.lifecycle.state = "stopping"
+    site.lifecycle.enter("stopping")
     model = {} if path in ("devices/trim", "repository/poll") else {"model": "net"}
     assert reason(site.post(path, **model, **fields)) == (503, "stopping")
     assert site.registrations.calls == []
@@ -352,7 +352,7 @@ def test_a_wait_ends_when_the_server_stops(site):
     )
     waiting.start()
     site.until(lambda: site.admission._places == 1)
-    site.lifecycle.state = "stopping"
+    site.lifecycle.enter("stopping")
     waiting.join(WAIT)
     assert [reason(answer) for answer in answers] == [(503, "stopping")]
 

@@ -143,7 +143,7 @@ def test_who_comes_too_late_for_weights_that_were_removed_is_refused(world):
 def test_a_model_whose_hooks_are_lost_after_it_was_renamed_is_failed(world):
     incarnation = world.registry.find("m").incarnation
     world.do.rename("m", "n", world.bundle("n"))
-    world.do.fail_hooks("m", incarnation, HookError("lost"))
+    world.do.fail_hooks(incarnation, HookError("lost"))
     assert world.registry.find("n").state is ModelState.FAILED
 
 

@@ -19,7 +19,6 @@ from rsrv.core.errors import (
     IncarnationChanged,
     InvalidRequest,
     RsrvError,
-    ServerStopping,
     Shed,
     UnknownModel,
     WaitTimeout,
@@ -171,7 +170,7 @@ class Administration:
     def register_model(self, request: RegisterRequest) -> Operation:
         """Serve a bundle under a name, or (`drained`) only take its name. Raises NameTaken and CapacityFull, too."""
         config, name = self._config, request.model
-        self._require_running()
+        self._lifecycle.require_running()
         self._require_changeable(name, "registered")
         try:
             require_name(name)
@@ -228,7 +227,7 @@ class Administration:
 
     def unregister_model(self, request: UnregisterRequest) -> Operation:
         """Remove a model, after its requests or (`abort`) at once; `drain` may be made `abort`, not the reverse."""
-        self._require_running()
+        self._lifecycle.require_running()
         self._require_changeable(request.model, "unregistered")
         verdict("unregister", self._entry(request))
         if self._watcher is not None:  # before, so that no look in between finds a bundle that nobody serves
@@ -245,7 +244,7 @@ class Administration:
 
     def poll_repository(self, request: EmptyRequest) -> PollAnswer:
         """Look through the model directories now; returns what has changed there."""
-        self._require_running()
+        self._lifecycle.require_running()
         if self._watcher is None:
             mode = self._config.model_control_mode
             raise WrongState(
@@ -287,9 +286,9 @@ class Administration:
     def set_residency(self, request: ResidencyRequest) -> ResidencyAnswer:
         """Change the floor of a model and move its weights there. Raises ResidencyRefused where weights are not moved
         by hand, DeviceOutOfMemory, and Shed."""
-        self._require_running()
+        self._lifecycle.require_running()
         require_moves_by_hand(self._residency)
-        entry = self._find(request.model, request.if_incarnation)
+        entry = self._registry.find(request.model, request.if_incarnation)
         self._registry.prepared(request.model)
         with self._move(f"a change of the floor of model {request.model!r}"):
             reached = self._parameters.set_floor(entry, Floor(request.floor))
@@ -309,13 +308,13 @@ class Administration:
         """Change those that are given, from now on; returns all."""
         changes = request.model_dump(exclude_none=True)
         if changes:
-            self._require_running()
+            self._lifecycle.require_running()
             self._reclaimer.set_policy(**changes)
         return self.get_reclaim(EmptyRequest())
 
     def trim_device(self, request: TrimRequest) -> TrimAnswer:
         """Free weights that may leave: down to `target_bytes`, or (`compact`) all of them. Raises Shed."""
-        self._require_running()
+        self._lifecycle.require_running()
         if request.device != 0:
             raise UnknownModel(f"unknown device: {request.device}; wanted 0, the only one", reason="unknown_device")
         with self._move("a trim"):
@@ -333,8 +332,8 @@ class Administration:
 
         Raises InvalidRequest for programs that do not fit the model, CapacityFull, and (`wait`) HeldFull.
         """
-        self._require_running()
-        entry = self._find(request.model, request.if_incarnation)
+        self._lifecycle.require_running()
+        entry = self._registry.find(request.model, request.if_incarnation)
         verdict("stage", entry)
         config = self._config
         directory = allowed_directory(
@@ -388,7 +387,7 @@ class Administration:
     # --- small parts ------------------------------------------------------------------------------------------------
 
     def _changeable(self, target: Target) -> Entry:
-        self._require_running()
+        self._lifecycle.require_running()
         return self._entry(target)
 
     def _entry(self, target: Target) -> Entry:
@@ -398,21 +397,7 @@ class Administration:
                 f"component {target.component!r} of model {target.model!r}: a component needs meta models, of which "
                 "this version serves none"
             )
-        return self._find(target.model, target.if_incarnation)
-
-    def _find(self, name: str, if_incarnation: int) -> Entry:
-        entry = self._registry.find(name)
-        if if_incarnation and entry.incarnation != if_incarnation:
-            raise IncarnationChanged(
-                f"model {name!r} has incarnation {entry.incarnation}; wanted {if_incarnation}",
-                hint="somebody else loaded it again; look at its status and decide anew",
-            )
-        return entry
-
-    def _require_running(self) -> None:
-        state = self._lifecycle.state
-        if state not in ("starting", "serving"):
-            raise ServerStopping(f"the server is {state} and changes nothing any more")
+        return self._registry.find(target.model, target.if_incarnation)
 
     def _require_changeable(self, name: str, verb: str) -> None:
         if self._config.model_control_mode == "static":
@@ -430,7 +415,7 @@ class Administration:
             try:
                 now = self._registrations.wait(name, until, max(0.0, min(left, _LOOK_SECONDS)))
             except WaitTimeout as error:
-                self._require_running()
+                self._lifecycle.require_running()
                 if gone():
                     raise Cancelled("the caller went away before what it waited for had happened") from None
                 seen = self._registry.get(name)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from rsrv.bundle.digests import DigestsMode, read_verified_program, verify_files
 from rsrv.bundle.directory import Bundle, open_bundle
 from rsrv.core.errors import BundleError, DigestMismatch
+from rsrv.core.niceness import give_way
 
 if TYPE_CHECKING:
     from rsrv.serve.loading.coherence import Versions
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NICE = 19
 
 Programs = Mapping[tuple[int, ...], Mapping[int, bytes]]
 """Variant to batch key to the bytes of a program."""
@@ -63,8 +61,7 @@ class DigestWatch:
         self._loaded.put(None)
 
     def run(self) -> None:
-        with suppress(OSError):  # it is only polite
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        give_way()
         while (loaded := self._loaded.get()) is not None and not self._stopping.is_set():
             self._check(*loaded)
 

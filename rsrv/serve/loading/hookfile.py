@@ -47,12 +47,10 @@ class HookLoader:
 
     Args:
         processes: how many processes a model has whose manifest does not say it.
-        on_failed: told of a model and its incarnation that lost too many processes.
+        on_failed: told of an incarnation that lost too many processes.
     """
 
-    def __init__(
-        self, config: HooksConfig, *, processes: int, on_failed: Callable[[str, int, HookError], None]
-    ) -> None:
+    def __init__(self, config: HooksConfig, *, processes: int, on_failed: Callable[[int, HookError], None]) -> None:
         self._config = config
         self._count = processes
         self._on_failed = on_failed
@@ -100,7 +98,7 @@ class HookLoader:
             import_seconds=config.import_timeout_seconds,
             call_seconds=spec.timeout_seconds or config.timeout_seconds,
             max_lost=config.max_lost,
-            on_failed=lambda error: self._on_failed(name, incarnation, error),
+            on_failed=lambda error: self._on_failed(incarnation, error),
         )
 
 

@@ -87,7 +87,7 @@ class Loader:
         hook_processes: how many processes run the hooks of a model that has ``hooks.mode: process`` and says no number.
         on_phase: told what the server does now.
         on_ready: told of every model that has become ready, on the thread that prepared it.
-        on_hooks_lost: told of a model, and its incarnation, that lost too many of its hook processes.
+        on_hooks_lost: told of an incarnation that lost too many of its hook processes.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Loader:
         hook_processes: int = 1,
         on_phase: Callable[[str], None],
         on_ready: Callable[[ServableModel], None] = lambda model: None,
-        on_hooks_lost: Callable[[str, int, HookError], None] | None = None,
+        on_hooks_lost: Callable[[int, HookError], None] = lambda incarnation, error: None,
     ) -> None:
         self._config = config
         self._registry = registry
@@ -118,7 +118,7 @@ class Loader:
         self._on_ready = on_ready
         self.on_loaded: Callable[[ServableModel, Versions], None] = lambda model, versions: None
         self.on_idle: Callable[[int], None] = lambda incarnation: None
-        self.hooks = HookLoader(config.hooks, processes=hook_processes, on_failed=on_hooks_lost or self._fail_hooks)
+        self.hooks = HookLoader(config.hooks, processes=hook_processes, on_failed=on_hooks_lost)
         # Weights reach the device one model at a time.
         self._placing = threading.Lock()
         # Those that read and compile at a time: one more than compile, so that the next bundle is read and hashed
@@ -264,10 +264,6 @@ class Loader:
                 return
             log_failure("model failed", name, steps.phase, error)
             self._registry.set_failed(name, steps.phase, error, of=entry.incarnation)
-
-    def _fail_hooks(self, name: str, incarnation: int, error: HookError) -> None:
-        log.error("model failed name=%s phase=hooks error=%s", name, error.message)
-        self._registry.set_failed(name, "hooks", error, of=incarnation)
 
     def _open(self, entry: Entry, path: Path, steps: Steps) -> Opened:
         """Everything up to the programs, which are hashed and not parsed."""

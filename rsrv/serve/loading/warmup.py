@@ -15,20 +15,17 @@ that a new version of a model shares with the one before it.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from rsrv.core.errors import NotResident, RsrvError, ServerStopping, UnknownModel
-from rsrv.serve.scheduler.plan import ANY_BATCH, Variant
+from rsrv.serve.scheduler.plan import Variant
 from rsrv.serve.scheduler.queue import Result
+from rsrv.serve.stand_ins import add_stand_in, zeros
 
 if TYPE_CHECKING:
     from rsrv.runtime.device import Buffer, Device
@@ -40,11 +37,7 @@ log = logging.getLogger(__name__)
 _Run = Callable[["ServableModel", Variant, int], int]
 """Runs one program of a model once; the nanoseconds that it took."""
 
-SHARE = 1e-3
-"""Weight of a stand-in under the fair discipline; a model has 1."""
 _LEAST_SECONDS = 1e-6
-_numbers = itertools.count(-1, -1)
-"""Incarnations of stand-ins; those of models are above 0, and those of program sets far below."""
 
 
 class Warmup:
@@ -95,12 +88,9 @@ class Warmup:
             log.debug("warm-up ended model=%s why=it was unloaded", model.name)
 
     def _measure_in_turn(self, model: ServableModel) -> None:
-        # An operator may have a model warmed up while it is measured anyway.
-        number = next(_numbers)
-        stand_in = replace(model, name=f"{model.name}/warmup{number}", incarnation=number, max_batch_size=None)
-        self._scheduler.add(stand_in)
+        # One for each: an operator may have a model warmed up while it is measured anyway.
+        stand_in = add_stand_in(self._scheduler, model, "warmup")
         try:
-            self._scheduler.set_policy(stand_in.name, weight=SHARE)
             self._measure_programs(model, lambda _, *program: self._run_in_turn(stand_in, *program))
         finally:
             self._scheduler.remove(stand_in.name)
@@ -124,7 +114,7 @@ class Warmup:
                     self._scheduler.seed_cost(model, variant, key, max(took_ns / 1e9, _LEAST_SECONDS))
 
     def _run_aside(self, model: ServableModel, variant: Variant, key: int) -> int:
-        inputs, _ = _zeros(model, variant, key)
+        inputs, _ = zeros(model, variant, key)
         if not self._scheduler.hold(model.weights):
             raise NotResident(f"the weights of model {model.name!r} left the device")
         began = time.monotonic_ns()
@@ -139,16 +129,10 @@ class Warmup:
         return time.monotonic_ns() - began
 
     def _run_in_turn(self, stand_in: ServableModel, variant: Variant, key: int) -> int:
-        inputs, rows = _zeros(stand_in, variant, key)
+        inputs, rows = zeros(stand_in, variant, key)
         results: SimpleQueue[Result] = SimpleQueue()
         self._scheduler.submit(stand_in, inputs, rows, variant, 0, results.put)
         result = results.get()
         if result.error is not None:
             raise result.error
         return result.compute_ns
-
-
-def _zeros(model: ServableModel, variant: Variant, key: int) -> tuple[dict[str, np.ndarray], int]:
-    """Inputs of a program by name, and how many rows they have."""
-    rows = model.largest(variant) if key == ANY_BATCH else key
-    return {shape.name: np.zeros(shape.shape, shape.dtype) for shape in model.input_shapes(variant, rows)}, rows

@@ -7,25 +7,20 @@ waits for more than one run.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from rsrv.core.errors import ModelUnloaded
-from rsrv.serve.loading.warmup import SHARE
 from rsrv.serve.scheduler.plan import ANY_BATCH
+from rsrv.serve.stand_ins import add_stand_in, zeros
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from rsrv.serve.programs.contract import Key
     from rsrv.serve.scheduler import Result, Scheduler, ServableModel
-
-_numbers = itertools.count(-(1 << 40), -1)
-"""Incarnations of stand-ins; those of models are above 0, and warm-ups count down from there."""
 
 
 class Runner:
@@ -37,7 +32,7 @@ class Runner:
     def __init__(self, scheduler: Scheduler, model: ServableModel, purpose: str) -> None:
         self._scheduler = scheduler
         self._model = model
-        self._name = f"{model.name}/{purpose}#{model.incarnation}"
+        self._purpose = purpose
         self._lock = threading.Lock()
         self._key: Key | None = None
         self._stand_in: ServableModel | None = None
@@ -61,28 +56,19 @@ class Runner:
 
     def _for(self, key: Key) -> ServableModel:
         if self._closed:
-            raise ModelUnloaded(f"{self._name!r} was ended")
+            raise ModelUnloaded(f"the {self._purpose} of model {self._model.name!r} was ended")
         if self._stand_in is not None and self._key == key:
             return self._stand_in
         self._leave()
         variant, batch_key = key
-        executable = self._model.programs[variant][batch_key]
-        stand_in = replace(
-            self._model,
-            name=self._name,
-            incarnation=next(_numbers),
-            programs={variant: {batch_key: executable}},
-            max_batch_size=None,
-        )
-        self._scheduler.add(stand_in)
-        self._scheduler.set_policy(self._name, weight=SHARE)
-        self._key, self._stand_in = key, stand_in
-        return stand_in
+        programs = {variant: {batch_key: self._model.programs[variant][batch_key]}}
+        self._key, self._stand_in = key, add_stand_in(self._scheduler, self._model, self._purpose, programs)
+        return self._stand_in
 
     def _leave(self) -> None:
         if self._stand_in is not None:
+            self._scheduler.remove(self._stand_in.name)
             self._key = self._stand_in = None
-            self._scheduler.remove(self._name)
 
 
 def measure(scheduler: Scheduler, model: ServableModel) -> dict[Key, float]:
@@ -96,12 +82,11 @@ def measure(scheduler: Scheduler, model: ServableModel) -> dict[Key, float]:
     try:
         for variant, keys in model.batch_keys_by_variant.items():
             for batch_key in keys:
-                rows = model.largest(variant) if batch_key == ANY_BATCH else batch_key
-                zeros = {shape.name: np.zeros(shape.shape, shape.dtype) for shape in model.input_shapes(variant, rows)}
+                inputs, _ = zeros(model, variant, batch_key)
                 for _ in range(2):
                     if not model.weights.resident:
                         return seconds
-                    result = runner.run((variant, batch_key), zeros)
+                    result = runner.run((variant, batch_key), inputs)
                     if result.error is not None:
                         raise result.error
                 seconds[variant, batch_key] = result.compute_ns / 1e9

@@ -18,14 +18,13 @@ from pathlib import Path
 
 from rsrv.bundle.files import open_regular
 from rsrv.core.errors import BundleError
+from rsrv.core.niceness import give_way
 from rsrv.serve.repository.snapshot import FileStat, Seen
 
 log = logging.getLogger(__name__)
 
 PART_BYTES = 1 << 20
 """Takes about a millisecond."""
-
-_NICE = 19
 
 Digest = tuple[bytes, ...]
 """The sha256 of each part of a file."""
@@ -47,7 +46,7 @@ class Contents:
         # Somebody waits for a comparison.
         self._threads = (
             threading.Thread(target=self._run, args=(self._next_comparison,), name="rsrv-watch-compare", daemon=True),
-            threading.Thread(target=self._run, args=(self._next_wanted, _NICE), name="rsrv-watch-hash", daemon=True),
+            threading.Thread(target=self._run, args=(self._next_wanted, True), name="rsrv-watch-hash", daemon=True),
         )
 
     def start(self) -> None:
@@ -161,10 +160,9 @@ class Contents:
 
     # --- the threads ----------------------------------------------------------------------------------------------
 
-    def _run(self, take: Callable[[], Callable[[], None] | None], nice: int = 0) -> None:
-        if nice:
-            with suppress(OSError):  # it is only polite
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    def _run(self, take: Callable[[], Callable[[], None] | None], in_background: bool = False) -> None:
+        if in_background:
+            give_way()
         while (work := self._next(take)) is not None:
             try:
                 work()

@@ -6,7 +6,6 @@ more once they are there; where device memory is the host's, `TensorPool` compar
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from rsrv.bundle.safetensors import WeightEntry
 from rsrv.core.errors import WeightsError
 from rsrv.core.memory import aligned_empty
+from rsrv.core.niceness import give_way
 from rsrv.serve.residency.content import WeightsFile, content_key
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 _SLICE_BYTES = 1 << 20
 _AGAIN_SECONDS = 0.2
 """When to look again at a file that was written a moment ago."""
-_NICENESS = 19
 
 
 @dataclass(eq=False)
@@ -180,8 +179,7 @@ class Verifier:
         return hasher.hexdigest()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # on Linux this is the priority of the thread alone
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        give_way()
         while not self._stopping:
             self._wake.clear()
             if not self.verify_next():
