@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal
 
 import grpc
 
 from rsrv.client import admin_answers as answers
 from rsrv.client.admin_answers import Change, Event, Operation, Program, Programs, Reclaim, Selected
-from rsrv.client.channels import ChannelOptions
-from rsrv.client.connection import Connection, Metadata, bearer, message_of
-from rsrv.client.control import MAX_TIMEOUT_SECONDS, Floor
+from rsrv.client.connection import MAX_TIMEOUT_SECONDS, Handle, Metadata, bearer, message_of
+from rsrv.client.control import Floor
 from rsrv.core.errors import DeadlineExceeded, InvalidResponse, UsageError
 
 SERVICE = "/rsrv.admin.v1.AdminService/"
@@ -24,23 +22,27 @@ REPLY_SECONDS = 10.0
 Until = Literal["idle", "drained", "ready", "gone"]
 
 
-class Admin:
+class Admin(Handle):
     """The administration of one worker by its URL. See `KServeModel` for the options.
 
-    `timeout` bounds each call, in seconds, at most a day; those that wait on the server have what they wait for beside
-    it. `token` is the bearer token of a server with ``endpoints.admin_token_file``; over a connection without TLS
-    everybody on the way can read it.
+    `timeout` bounds each call, in seconds, 60 by default, at most a day; those that wait on the server have what they
+    wait for beside it. `token` is the bearer token of a server with ``endpoints.admin_token_file``; over a connection
+    without TLS everybody on the way can read it.
 
     All methods raise UnknownModel, WrongState (its `reason` says which), IncarnationChanged when `if_incarnation` is
     given and is not the model's any more, Unauthenticated, and Unimplemented where administration is off.
     """
+
+    _service = SERVICE
+    _default_timeout = 60.0
+    _max_timeout = MAX_TIMEOUT_SECONDS
 
     def __init__(
         self,
         url: str,
         *,
         token: str | None = None,
-        timeout: float = 60.0,
+        timeout: float | None = None,
         secure: bool | None = None,
         root_certificates: bytes | None = None,
         client_key: bytes | None = None,
@@ -48,30 +50,18 @@ class Admin:
         metadata: Metadata = (),
         channel: grpc.Channel | None = None,
     ) -> None:
-        if not 0 < timeout <= MAX_TIMEOUT_SECONDS:
-            raise UsageError(
-                f"timeout is {timeout:g} seconds; wanted a number above 0, at most {MAX_TIMEOUT_SECONDS:g} (a day)"
-            )
-        options = ChannelOptions.build(
+        if token is not None:
+            metadata = (*metadata, *bearer(token))
+        super().__init__(
             url,
+            timeout=timeout,
             secure=secure,
             root_certificates=root_certificates,
             client_key=client_key,
             client_cert=client_cert,
+            metadata=metadata,
+            channel=channel,
         )
-        if token is not None:
-            metadata = (*metadata, *bearer(token))
-        self._timeout = timeout
-        self._connection = Connection(options, metadata, channel, SERVICE)
-
-    def __enter__(self) -> Admin:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._connection.close()
 
     # --- what is there ----------------------------------------------------------------------------------------------
 

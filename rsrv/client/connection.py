@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import grpc
 
@@ -19,6 +21,9 @@ log = logging.getLogger(__name__)
 
 SERVICE = "/inference.GRPCInferenceService/"
 Metadata = Sequence[tuple[str, str | bytes]]
+
+MAX_TIMEOUT_SECONDS = 86_400.0
+"""The longest that a call may wait, a day. Far above it a deadline overflows, and the call ends at once."""
 
 
 def bearer(token: str) -> Metadata:
@@ -131,6 +136,52 @@ class Connection:
             if self._own:
                 self._channel = channels.acquire(self._options)
             self._pid = os.getpid()
+
+
+class Handle:
+    """What the handles of a server have in common: options by keyword (see `KServeModel`), one connection, a context.
+
+    `timeout` bounds each call, in seconds; its default, and which service is called, is the subclass's.
+    """
+
+    _service = SERVICE
+    _default_timeout = 10.0
+    _max_timeout = math.inf
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float | None = None,
+        secure: bool | None = None,
+        root_certificates: bytes | None = None,
+        client_key: bytes | None = None,
+        client_cert: bytes | None = None,
+        metadata: Metadata = (),
+        channel: grpc.Channel | None = None,
+    ) -> None:
+        self._timeout = self._default_timeout if timeout is None else timeout
+        if self._max_timeout < math.inf and not 0 < self._timeout <= self._max_timeout:
+            raise UsageError(
+                f"timeout is {timeout:g} seconds; wanted a number above 0, at most {self._max_timeout:g} (a day)"
+            )
+        options = ChannelOptions.build(
+            url,
+            secure=secure,
+            root_certificates=root_certificates,
+            client_key=client_key,
+            client_cert=client_cert,
+        )
+        self._connection = Connection(options, metadata, channel, self._service)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 def _log_failure(call: grpc.Future[bytes]) -> None:

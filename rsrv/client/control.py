@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, get_args
 
-import grpc
-
-from rsrv.client.channels import ChannelOptions
-from rsrv.client.connection import Connection, Metadata, message_of
+from rsrv.client.connection import MAX_TIMEOUT_SECONDS, Handle, message_of
 from rsrv.core.errors import UsageError
 
 SERVICE = "/reactant_control.ControlService/"
@@ -18,9 +14,6 @@ SERVICE = "/reactant_control.ControlService/"
 Floor = Literal["unpinned", "system", "device"]
 """The place that a model's weights never leave: none, host memory, the device."""
 FLOORS: tuple[Floor, ...] = get_args(Floor)
-
-MAX_TIMEOUT_SECONDS = 86_400.0
-"""The longest that a call may wait, a day. Far above it a deadline overflows, and the call ends at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,47 +71,16 @@ class CompactedMemory:
     resident_bytes: int
 
 
-class Control:
+class Control(Handle):
     """The control plane of one worker by its URL. See `KServeModel` for the options.
 
-    `timeout` bounds each call, in seconds, at most `MAX_TIMEOUT_SECONDS`; moving weights takes as long as reading them
-    does, and waits its turn. Raises UsageError for another one.
+    `timeout` bounds each call, in seconds, 300 by default, at most `MAX_TIMEOUT_SECONDS`; moving weights takes as long
+    as reading them does, and waits its turn. Raises UsageError for another one.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout: float = 300.0,
-        secure: bool | None = None,
-        root_certificates: bytes | None = None,
-        client_key: bytes | None = None,
-        client_cert: bytes | None = None,
-        metadata: Metadata = (),
-        channel: grpc.Channel | None = None,
-    ) -> None:
-        if not 0 < timeout <= MAX_TIMEOUT_SECONDS:
-            raise UsageError(
-                f"timeout is {timeout:g} seconds; wanted a number above 0, at most {MAX_TIMEOUT_SECONDS:g} (a day)"
-            )
-        options = ChannelOptions.build(
-            url,
-            secure=secure,
-            root_certificates=root_certificates,
-            client_key=client_key,
-            client_cert=client_cert,
-        )
-        self._timeout = timeout
-        self._connection = Connection(options, metadata, channel, SERVICE)
-
-    def __enter__(self) -> Control:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._connection.close()
+    _service = SERVICE
+    _default_timeout = 300.0
+    _max_timeout = MAX_TIMEOUT_SECONDS
 
     def status(self) -> ControlStatus:
         answer = self._ask("ModelControlStatus")

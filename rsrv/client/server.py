@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
-import grpc
-
-from rsrv.client.channels import ChannelOptions
-from rsrv.client.connection import Connection, Metadata, message_of
+from rsrv.client.connection import Connection, Handle, message_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,42 +59,11 @@ class ModelMetadata:
     outputs: tuple[TensorMeta, ...]
 
 
-class Server:
+class Server(Handle):
     """A server by its URL, for questions that concern no single request. See `KServeModel` for the options.
 
-    `timeout` bounds each call, in seconds.
+    `timeout` bounds each call, in seconds; 10 by default.
     """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout: float = 10.0,
-        secure: bool | None = None,
-        root_certificates: bytes | None = None,
-        client_key: bytes | None = None,
-        client_cert: bytes | None = None,
-        metadata: Metadata = (),
-        channel: grpc.Channel | None = None,
-    ) -> None:
-        options = ChannelOptions.build(
-            url,
-            secure=secure,
-            root_certificates=root_certificates,
-            client_key=client_key,
-            client_cert=client_cert,
-        )
-        self._timeout = timeout
-        self._connection = Connection(options, metadata, channel)
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._connection.close()
 
     def live(self) -> bool:
         return bool(self._ask("ServerLive").live)

@@ -5,7 +5,7 @@ from support.administration import AdminServer
 
 from rsrv.client import Admin
 from rsrv.client.admin_answers import Change, Event, Operation, Program, Reclaim, Selected, Shadow
-from rsrv.client.control import MAX_TIMEOUT_SECONDS
+from rsrv.client.connection import MAX_TIMEOUT_SECONDS
 from rsrv.core import errors
 from rsrv.core.errors import (
     InvalidResponse,

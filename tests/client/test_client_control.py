@@ -3,7 +3,7 @@ import pytest
 from support.client_stub import StubServer
 
 from rsrv.client import CompactedMemory, Control, ModelControl
-from rsrv.client.control import MAX_TIMEOUT_SECONDS
+from rsrv.client.connection import MAX_TIMEOUT_SECONDS
 from rsrv.core.errors import ResidencyRefused, ServerUnreachable, Unimplemented, UnknownModel, UsageError
 
 

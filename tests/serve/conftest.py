@@ -1,8 +1,9 @@
 import pytest
 from residency_support import NBYTES, Site
+from sched_support import Clock, FakeDevice
 from store_support import written
 
-from rsrv.serve.scheduler import dispatch
+from rsrv.serve.scheduler import Policy, Scheduler, batch, dispatch
 
 
 @pytest.fixture
@@ -41,3 +42,46 @@ def shm(tmp_path):
 def file(tmp_path):
     """The weights that a shared store is asked for."""
     return written(tmp_path / "w.safetensors")
+
+
+# --- schedulers; modules with other needs have their own of the same names --------------------------------------------
+
+
+@pytest.fixture
+def device():
+    device = FakeDevice()
+    yield device
+    assert device.most_at_once <= 1
+
+
+@pytest.fixture
+def no_small(monkeypatch):
+    """Even the smallest batch lies in a pooled block, where a mistake in giving it back shows."""
+    monkeypatch.setattr(batch, "SMALL_BYTES", 0)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def make(device, clock):
+    """Schedulers of any policy."""
+    made = []
+
+    def make(**settings):
+        scheduler = Scheduler(device, Policy(**{"discipline": "fifo", "max_queue_depth": 64, **settings}), clock=clock)
+        made.append(scheduler)
+        return scheduler
+
+    yield make
+    for scheduler in made:
+        scheduler.stop()
+        assert scheduler._dispatcher.pool.lent == 0, "a staged block was not given back"
+        assert not scheduler._backlog.roster.closing, "an incarnation is never finished"
+
+
+@pytest.fixture
+def scheduler(make):
+    return make()

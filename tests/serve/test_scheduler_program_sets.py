@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from sched_support import (
     LONG,
-    Clock,
-    FakeDevice,
     Gate,
     blocked,
     double,
@@ -22,49 +20,12 @@ from sched_support import (
 )
 
 from rsrv.core.errors import InvalidRequest, ModelUnloaded, ServerStopping, UnknownModel
-from rsrv.serve.scheduler import Policy, Scheduler, batch, dispatch
+from rsrv.serve.scheduler import dispatch
 
 GONE = ModelUnloaded("it was taken away")
 
 
-@pytest.fixture
-def device():
-    device = FakeDevice()
-    yield device
-    assert device.most_at_once <= 1
-
-
-@pytest.fixture(autouse=True)
-def no_small(monkeypatch):
-    """Even the smallest batch lies in a pooled block, where a mistake in giving it back shows."""
-    monkeypatch.setattr(batch, "SMALL_BYTES", 0)
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def make(device, clock):
-    """Schedulers of any policy."""
-    made = []
-
-    def make(**settings):
-        scheduler = Scheduler(device, Policy(**{"discipline": "fifo", "max_queue_depth": 64, **settings}), clock=clock)
-        made.append(scheduler)
-        return scheduler
-
-    yield make
-    for scheduler in made:
-        scheduler.stop()
-        assert scheduler._dispatcher.pool.lent == 0, "a staged block was not given back"
-        assert not scheduler._backlog.roster.closing, "an incarnation is never finished"
-
-
-@pytest.fixture
-def scheduler(make):
-    return make()
+pytestmark = pytest.mark.usefixtures("no_small")
 
 
 # --- other programs ---------------------------------------------------------------------------------------------------
