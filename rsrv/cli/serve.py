@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rsrv.cli import output
+from rsrv.cli import foreground, output
 from rsrv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from rsrv.core.config import ResolvedConfig
     from rsrv.serve import RunningServer
-
-_LEFT_BEHIND_SECONDS = 3.0
-"""How long the process may take to end once the server has stopped and the main thread has returned."""
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 def serve(
@@ -63,10 +52,10 @@ def serve(
         rsrv serve models --control-mode static
         rsrv serve --config node.yaml --worker gpu0
     """
-    _open_standard_streams()
-    with _signals_end_it():
+    foreground.open_standard_streams()
+    with foreground.signals_end_it():
         _serve(repo, config, worker, host, grpc_port, http_port, no_http, no_hooks, control_mode, log_level)
-    _end_soon()
+    foreground.end_soon()
 
 
 def _serve(
@@ -129,68 +118,17 @@ def _announce(server: RunningServer) -> None:
     host = server.config.endpoints.host
     output.data(json.dumps({"host": host, "grpc_port": server.grpc_port, "http_port": server.http_port}))
     http = f"HTTP on {host}:{server.http_port}" if server.http_port is not None else "no HTTP"
-    _note(f"listening: gRPC on {host}:{server.grpc_port}, {http}; press Ctrl-C to stop")
-    # What hooks print is no data: nobody may be reading stdout any more, and a full pipe would stop them for good.
-    with contextlib.suppress(OSError, ValueError):  # a stream that is no file, in a test
-        sys.stdout.flush()
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-
-
-def _note(text: str) -> None:
-    """A full disk under the log is no reason to stop."""
-    with contextlib.suppress(OSError):
-        output.note(text)
-
-
-def _open_standard_streams() -> None:
-    """Give stdin, stdout and stderr that somebody closed to /dev/null: a socket must not get one of their numbers."""
-    for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(fd)
-        except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != fd:
-                os.dup2(null, fd)
-                os.close(null)
-            setattr(sys, name, os.fdopen(fd, "r" if fd == 0 else "w", closefd=False))
-
-
-@contextlib.contextmanager
-def _signals_end_it() -> Iterator[None]:
-    """Until the server takes SIGTERM and SIGINT over there is nothing to stop: either ends the command, gracefully."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(0)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end_soon() -> None:
-    """End the process although a hook left a thread or an exit function behind that never ends."""
-
-    def end() -> None:
-        threading.main_thread().join()
-        time.sleep(_LEFT_BEHIND_SECONDS)
-        left = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
-        _note(f"ended although hooks left something running: {', '.join(left) or 'an exit function'}")
-        os._exit(0)
-
-    threading.Thread(target=end, name="rsrv-end", daemon=True).start()
+    foreground.note(f"listening: gRPC on {host}:{server.grpc_port}, {http}; press Ctrl-C to stop")
+    foreground.stdout_to_stderr()
 
 
 def _set_up_logging(level: str) -> None:
     import logging
 
+    from rsrv.core.logs import handler_of
+
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise UsageError(f"--log-level {level!r}: wanted debug, info, warning or error")
-    logging.basicConfig(level=number, format=_LOG_FORMAT)
+    logging.basicConfig(level=number, handlers=[handler_of("text")])
     logging.getLogger("jax").setLevel(max(number, logging.WARNING))  # it tells of every platform that is not there

@@ -14,6 +14,7 @@ _BY_REASON: dict[str, type[RsrvError]] = {
     for kind in (
         errors.InvalidRequest,
         errors.UnknownModel,
+        errors.UnknownWorker,
         errors.ModelPreparing,
         errors.ModelFailed,
         errors.ModelUnloaded,
@@ -35,6 +36,8 @@ _BY_REASON: dict[str, type[RsrvError]] = {
         errors.AdmissionClosed,
         errors.HeldFull,
         errors.Removing,
+        errors.NoWorkers,
+        errors.UnknownWorker,
         errors.NameTaken,
         errors.IncarnationChanged,
         errors.ExpectedMismatch,

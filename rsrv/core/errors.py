@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
+from types import MappingProxyType
 
 
 class Code(IntEnum):
@@ -57,6 +59,9 @@ REASON_METADATA_KEY = "rsrv-reason"
 SELECTED_METADATA_KEY = "rsrv-selected"
 """Trailing metadata key that carries `ExpectedMismatch.selected` on gRPC answers."""
 
+FAILOVER_METADATA_KEY = "x-rsrv-failover"
+"""Request metadata key by which a gateway says that another worker may answer if this one refuses."""
+
 
 class RsrvError(Exception):
     """Base of all errors of rsrv.
@@ -67,11 +72,13 @@ class RsrvError(Exception):
         message: what happened: it names the tensor, model, file or key, the value, and what was wanted.
         hint: how the user can fix it, or None.
         exit_code: what a command that ends with this error returns to the shell.
+        trailers: what a gRPC answer carries as trailing metadata besides the reason.
     """
 
     code: Code = Code.INTERNAL
     reason: str = "internal"
     exit_code: int = 1
+    trailers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self, message: str, *, hint: str | None = None, code: Code | None = None, reason: str | None = None
@@ -100,6 +107,12 @@ class InvalidResponse(RsrvError):
 
 class UnknownModel(RsrvError):
     code, reason = Code.NOT_FOUND, "unknown_model"
+
+
+class UnknownWorker(RsrvError):
+    """A gateway has no worker of that address or name."""
+
+    code, reason = Code.NOT_FOUND, "unknown_worker"
 
 
 class ModelPreparing(RsrvError):
@@ -202,6 +215,12 @@ class RegionLimit(RsrvError):
     code, reason = Code.RESOURCE_EXHAUSTED, "shm_limit"
 
 
+class RegistrationFailed(RsrvError):
+    """Not all workers of a gateway could register a shared-memory region, so that none of them has it now."""
+
+    code, reason = Code.FAILED_PRECONDITION, "shm_register"
+
+
 class DeviceError(RsrvError):
     """The device or its runtime failed while it ran a program."""
 
@@ -231,6 +250,12 @@ class WrongState(RsrvError):
     code, reason = Code.FAILED_PRECONDITION, "wrong_state"
 
 
+class NoWorkers(RsrvError):
+    """The gateway has no worker that is ready, and what was asked for needs one."""
+
+    code, reason = Code.UNAVAILABLE, "no_workers"
+
+
 class NameTaken(RsrvError):
     code, reason = Code.ALREADY_EXISTS, "name_taken"
 
@@ -249,6 +274,10 @@ class ExpectedMismatch(RsrvError):
     def __init__(self, message: str, *, selected: int) -> None:
         super().__init__(message)
         self.selected = selected
+
+    @property
+    def trailers(self) -> Mapping[str, str]:  # type: ignore[override]
+        return {SELECTED_METADATA_KEY: str(self.selected)}
 
 
 class CapacityFull(RsrvError):

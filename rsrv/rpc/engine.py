@@ -22,8 +22,9 @@ class Engine(Protocol):
 
         In this order: new calls are answered UNAVAILABLE with reason ``stopping``, and streams end with the same; open
         unary calls may finish for `grace` seconds, and those that do not get it too; the functions of `Call.on_cancel`
-        run for every call that is ended so. When the replies have left, the port and the connections are closed; a
-        call that comes in that instant sees a broken connection, which is UNAVAILABLE as well.
+        run for every call that is ended so. When the replies have left, connections are told to go away (GOAWAY), and
+        the port and the connections are closed; a call that comes in that instant sees a broken connection, which is
+        UNAVAILABLE as well.
 
         A server whose health checks are to be answered while its work drains, drains first and calls `stop` then.
         """

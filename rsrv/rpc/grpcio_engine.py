@@ -12,7 +12,7 @@ import grpc
 from rsrv.core.errors import ConfigError, PortTaken, ServerStopping, Shed, Unimplemented
 from rsrv.rpc.call import Call
 from rsrv.rpc.grpcio_call import STATUS, GrpcioCall, StreamCall, UnaryCall
-from rsrv.rpc.listen import hang_up, open_sockets, port_taken
+from rsrv.rpc.listen import hang_up, hold_back, open_sockets, port_taken
 from rsrv.rpc.routes import Route
 from rsrv.rpc.status import status_of
 from rsrv.rpc.threads import CallThreads
@@ -20,15 +20,25 @@ from rsrv.rpc.threads import CallThreads
 _WINDOW_BYTES = 32 << 20
 _MAX_PENDING_CALLS = 16384
 _FREE_PORT_ATTEMPTS = 5
+_LONGEST_MS = 2**31 - 2
+"""The largest number that grpcio does not take for infinity."""
 _FLUSH_SECONDS = 1.0
 """How long statuses that were written at the end of the grace may take to reach their clients."""
+_QUIET_SECONDS = 0.05
+"""How long grpcio may take to hand over a call that it has read."""
+_GOAWAY_SECONDS = 0.02
+"""How long it may take to write a frame to each connection."""
 
 
 class GrpcioEngine:
     """Serves `routes` on ``host:port`` with at most `threads` calls open at a time; further ones wait their turn.
 
     An open call holds a thread, a stream for as long as it lives. So at most `max_streams` streams are open (default: a
-    quarter of the threads, 16 at most); one more is refused with RESOURCE_EXHAUSTED, reason ``shed``.
+    quarter of the threads, 16 at most); one more is refused with RESOURCE_EXHAUSTED, reason ``shed``. ``threads.grow``
+    allows more threads while it runs.
+
+    A connection of `max_connection_age_seconds` (± 10 %, so that those of one moment do not come back in one moment) is
+    told with GOAWAY to make place for a new one; the calls on it have `max_connection_age_grace_seconds` to finish.
     """
 
     def __init__(
@@ -41,11 +51,15 @@ class GrpcioEngine:
         max_recv_bytes: int,
         max_send_bytes: int,
         max_streams: int | None = None,
+        max_connection_age_seconds: float | None = None,
+        max_connection_age_grace_seconds: float = 30.0,
     ) -> None:
         self.max_send_bytes = max_send_bytes
         self.threads = CallThreads(threads, name="rsrv-rpc")
         self.open_calls: set[GrpcioCall] = set()
-        self._max_recv_bytes = max_recv_bytes
+        self._options = _options(max_recv_bytes)
+        if max_connection_age_seconds is not None:
+            self._options += _age(max_connection_age_seconds, max_connection_age_grace_seconds)
         self._host = host
         self._port = port
         self._handlers = {path: self._method_handler(path, route) for path, route in routes.items()}
@@ -75,8 +89,7 @@ class GrpcioEngine:
         addresses = [listener.getsockname()[:2] for listener in sockets]
         for listener in sockets:  # grpcio opens its own; these have told apart why it might not be able to
             listener.close()
-        options = _options(self._max_recv_bytes)
-        server = grpc.server(cast(Any, self.threads), handlers=[_Methods(self)], options=options)
+        server = grpc.server(cast(Any, self.threads), handlers=[_Methods(self)], options=self._options)
         try:
             for ip, port in addresses:
                 _add_port(server, f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}", port)
@@ -106,6 +119,13 @@ class GrpcioEngine:
         if not self._wait(grace):
             self._abandon()
             self._wait(_FLUSH_SECONDS)
+        if hold_back(self.bound_port):
+            # A call that is new to grpcio when it stops is CANCELLED, which clients do not try again. So what is in
+            # there gets out of it first; then GOAWAY says that whatever else was sent has not been begun.
+            time.sleep(_QUIET_SECONDS)
+            self._wait(_FLUSH_SECONDS)
+            server.stop(_FLUSH_SECONDS)
+            time.sleep(_GOAWAY_SECONDS)
         hang_up(self.bound_port)
         server.stop(None)
         with self._lock:
@@ -217,6 +237,16 @@ def _unknown(path: str) -> grpc.RpcMethodHandler[Any, Any]:
         context.abort(STATUS[status.code], status.text)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _age(seconds: float, grace_seconds: float) -> list[tuple[str, Any]]:
+    def milliseconds(value: float) -> int:
+        return min(max(round(value * 1000), 1), _LONGEST_MS)
+
+    return [
+        ("grpc.max_connection_age_ms", milliseconds(seconds)),
+        ("grpc.max_connection_age_grace_ms", milliseconds(grace_seconds)),
+    ]
 
 
 def _options(max_recv_bytes: int) -> list[tuple[str, Any]]:

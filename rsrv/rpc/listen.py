@@ -16,6 +16,7 @@ from rsrv.core.errors import ConfigError, PortTaken
 
 _BACKLOG = 512
 _SO_ATTACH_FILTER = 26  # not in Python's socket module
+_SO_DETACH_FILTER = 27
 _NO_SUCH_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
@@ -89,27 +90,30 @@ def open_sockets(host: str, port: int, *, what: str) -> list[socket.socket]:
     return opened
 
 
+def hold_back(port: int) -> int:
+    """Let nothing more in that clients send to `port`, on connections or as new ones; returns how many there are.
+
+    Replies still go out, slower if they are large. `hang_up` has to follow soon.
+    """
+    with ExitStack() as stack:
+        listeners, connections = _sockets_of(port, stack)
+        for found in (*listeners, *connections):
+            _drop_packets(found)
+    return len(connections)
+
+
 def hang_up(port: int) -> int:
     """Shut down every connection that this process has accepted on `port`, and let no new one in; returns their count.
 
     For a library that keeps its sockets to itself, right before it closes them. It sees connections that broke.
     """
-    listeners: list[socket.socket] = []
-    connections: list[socket.socket] = []
     with ExitStack() as stack:
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
-                    continue
-                found = stack.enter_context(socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM))
-                if found.getsockname()[1] == port:
-                    listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    (listeners if listens else connections).append(found)
-            except (OSError, IndexError):  # closed meanwhile, or of a family without ports
-                continue
+        listeners, connections = _sockets_of(port, stack)
         for listener in listeners:
             _drop_packets(listener)
         for connection in connections:
+            with suppress(OSError):  # of `hold_back`: what is in the buffers leaves only if clients can acknowledge it
+                connection.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
     return len(connections)
@@ -119,12 +123,30 @@ def port_taken(what: str, where: str) -> PortTaken:
     return PortTaken(f"{what}: port {where} is taken", hint="choose another port; 0 lets the system choose one")
 
 
-def _drop_packets(listener: socket.socket) -> None:
-    """Attach a packet filter that keeps no byte, so that attempts to connect wait until the listener is closed."""
+def _sockets_of(port: int, stack: ExitStack) -> tuple[list[socket.socket], list[socket.socket]]:
+    """(listeners, connections) of this process on `port`, as duplicates that `stack` closes."""
+    listeners: list[socket.socket] = []
+    connections: list[socket.socket] = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
+            found = stack.enter_context(socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM))
+            if found.getsockname()[1] == port:
+                listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                (listeners if listens else connections).append(found)
+        except (OSError, IndexError):  # closed meanwhile, or of a family without ports
+            continue
+    return listeners, connections
+
+
+def _drop_packets(one: socket.socket) -> None:
+    """Attach a packet filter that keeps no byte: attempts to connect wait until the listener is closed, and what comes
+    on a connection is sent again by the client's system until the filter is gone."""
     code = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET | BPF_K, 0
     program = struct.pack("HP", 1, ctypes.addressof(code))
     with suppress(OSError):  # where the system has no filters, a client may slip in
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def _listen(address: Address, port: int) -> socket.socket:

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from rsrv.core.errors import REASON_METADATA_KEY, SELECTED_METADATA_KEY, Code, ExpectedMismatch, RsrvError
+from rsrv.core.errors import REASON_METADATA_KEY, Code, RsrvError
 
 MAX_TEXT_BYTES = 4096
 """Clients refuse metadata of more than 8 KiB, and a status text is sent percent-encoded as metadata."""
@@ -33,7 +33,7 @@ def status_of(error: BaseException) -> Status:
         return Status(Code.INTERNAL, "internal error", RsrvError.reason)
     text = f"{error.message} ({error.hint})" if error.hint else error.message
     code = error.code if error.code is not Code.OK else Code.INTERNAL
-    more = ((SELECTED_METADATA_KEY, str(error.selected)),) if isinstance(error, ExpectedMismatch) else ()
+    more = tuple((key, _printable(value)) for key, value in error.trailers.items() if key != REASON_METADATA_KEY)
     return Status(code, _shortened(text), _printable(error.reason), more)
 
 
@@ -59,6 +59,6 @@ def _shortened(text: str) -> str:
     return text
 
 
-def _printable(reason: str) -> str:
-    """A reason as metadata may hold it: printable ASCII."""
-    return "".join(c if " " <= c <= "~" else "?" for c in reason).strip() or RsrvError.reason
+def _printable(value: str) -> str:
+    """A value as metadata may hold it: printable ASCII, and never empty."""
+    return "".join(c if " " <= c <= "~" else "?" for c in value).strip() or RsrvError.reason

@@ -48,6 +48,13 @@ class CallThreads(futures.Executor):
         """How many threads exist now."""
         return len(self._workers)
 
+    def grow(self, size: int) -> None:
+        """Allow `size` threads from now on, and begin what waits for one; a smaller number than before is ignored."""
+        with self._lock:
+            self._size = max(size, self._size)
+            while self._backlog and len(self._workers) < self._size and not self._closed:
+                self._started().tasks.put(self._backlog.popleft()[0])
+
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> futures.Future[T]:
         task = (partial(fn, **kwargs) if kwargs else fn, args)
         with self._lock:
@@ -56,9 +63,7 @@ class CallThreads(futures.Executor):
             if self._idle:
                 worker = self._idle.pop()
             elif len(self._workers) < self._size:
-                worker = _Worker(self, f"{self._name}-{len(self._workers)}")
-                self._workers.append(worker)
-                worker.start()
+                worker = self._started()
             else:
                 self._backlog.append((task, monotonic()))
                 self._cancel_silent_calls()
@@ -99,6 +104,13 @@ class CallThreads(futures.Executor):
                 return task
             self._idle.append(worker)
             return None
+
+    def _started(self) -> _Worker:
+        """A new thread. Under the lock."""
+        worker = _Worker(self, f"{self._name}-{len(self._workers)}")
+        self._workers.append(worker)
+        worker.start()
+        return worker
 
     def _cancel_silent_calls(self) -> None:
         """Under the lock."""

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
-import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from rsrv.core.config import ResolvedConfig, ServerConfig, load_node, resolve, worker_name
 from rsrv.core.memory import tune_malloc
+from rsrv.core.process import SWITCH_SECONDS, Ends, first_end, raise_file_limit, signals_into
 from rsrv.rpc.listen import open_sockets
 from rsrv.serve import observe
 
@@ -25,20 +21,6 @@ if TYPE_CHECKING:
     from rsrv.serve.worker import RunningServer
 
 log = logging.getLogger(__name__)
-
-Ends = SimpleQueue[int | BaseException | None]
-
-_LOOK_SECONDS = 0.5
-"""What ends a server's run: the number of a signal, an error of its bring-up, or None when somebody called `stop`."""
-
-MAX_FILES = 1 << 16
-
-SWITCH_SECONDS = 0.001
-"""How long a thread may keep the GIL when another wants it. CPython's 5 ms make a request, which changes threads four
-times, wait up to 20 ms while a bundle is loaded; at 0.1 ms the switching itself costs a third more per request."""
-
-FORCED_EXIT = 128
-"""A second signal ends the process at once with this plus the signal's number, as a shell would report it."""
 
 
 def serve(
@@ -70,8 +52,8 @@ def serve(
     # ports are bound for good, and checked again, when there is something that answers on them.
     _require_free_ports(resolved.config.endpoints)
     if blocking:
-        ends: Ends = SimpleQueue()
-        with _signals(ends):
+        ends = Ends()
+        with signals_into(ends):
             server = _server(resolved)
             _run(server, ends, on_listening)
         return server
@@ -90,15 +72,6 @@ def serve(
 def serve_worker(node_file: str | Path, worker: str, *, blocking: bool = True) -> RunningServer:
     """`serve` for one named worker of a node file."""
     return serve(node_file, worker=worker, blocking=blocking)
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files as it may ask for, within reason: a connection and a region take one each,
-    and the usual soft limit of 1024, meant for programs that call select(), is one client's regions."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _resolve(config: ServerConfig | ResolvedConfig | str | Path, worker: str | None) -> ResolvedConfig:
@@ -140,7 +113,7 @@ def _run(server: RunningServer, ends: Ends, on_listening: Callable[[RunningServe
         if on_listening is not None:
             on_listening(server)
         loading.start()
-        end = _first(ends, on_hangup=lambda: _look_at_repository(server))
+        end = first_end(ends, on_hangup=lambda: _look_at_repository(server))
         if isinstance(end, int):
             log.info("signal received signal=%s", signal.Signals(end).name)
     finally:
@@ -159,53 +132,3 @@ def _look_at_repository(server: RunningServer) -> None:
         return
     log.info("signal received signal=SIGHUP the model directories are looked through")
     watcher.request_poll()
-
-
-def _first(ends: Ends, on_hangup: Callable[[], None]) -> int | BaseException | None:
-    """What ends the server, as soon as it is there; a hangup does not, and is told.
-
-    With a timeout, because a signal that arrives just before the main thread blocks does not wake it: its handler,
-    which fills the queue, runs only when that thread runs again.
-    """
-    while True:
-        try:
-            end = ends.get(timeout=_LOOK_SECONDS)
-        except Empty:
-            continue
-        if end != signal.SIGHUP:
-            return end
-        on_hangup()
-
-
-@contextmanager
-def _signals(ends: Ends) -> Iterator[None]:
-    """Put the first SIGTERM or SIGINT into `ends`, and every SIGHUP; let a second one end the process.
-
-    Where standard input is a terminal, SIGHUP is as SIGTERM.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received = 0
-    # The hangup of a terminal: who closes the window wants what runs in it to end.
-    of_terminal = os.isatty(0)
-
-    def on_signal(number: int, _: FrameType | None) -> None:
-        nonlocal received
-        if number == signal.SIGHUP and not of_terminal:
-            ends.put(number)
-            return
-        if number == signal.SIGHUP and received:
-            return  # shell and kernel both send it
-        received += 1
-        if received > 1:
-            os._exit(FORCED_EXIT + number)
-        # SimpleQueue.put may be called inside a signal handler; events and locks may not.
-        ends.put(signal.SIGTERM if number == signal.SIGHUP else number)
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 from rsrv.rpc.access import require_own_host
+from rsrv.rpc.exposition import CONTENT_TYPE
 from rsrv.rpc.http import HttpAnswer, HttpRequest, HttpRoute, HttpRoutes
 from rsrv.serve.admin.requests import StatusRequest, parse_query
 from rsrv.serve.lifecycle import Lifecycle
-from rsrv.serve.metrics import CONTENT_TYPE, WorkerMetrics
+from rsrv.serve.metrics import WorkerMetrics
 from rsrv.serve.status import StatusReport
 
 

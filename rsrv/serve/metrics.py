@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
-
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, get_args
 
 from rsrv.core.errors import UnknownModel
+from rsrv.rpc.exposition import Exposition, HistogramValue, histogram
 from rsrv.serve import triton_metrics
 from rsrv.serve.lifecycle import STATES
 from rsrv.serve.registry import Gate, ModelState
 from rsrv.serve.residency.view import whereabouts
-from rsrv.serve.series import PREFIX, SERIES, Series
+from rsrv.serve.series import PREFIX, SERIES
 
 if TYPE_CHECKING:
     from rsrv.serve.counters import HistogramSnapshot
@@ -29,17 +21,8 @@ if TYPE_CHECKING:
     from rsrv.serve.residency.snapshot import LedgerSnapshot
     from rsrv.serve.sources import Sources
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 ROW_BOUNDS = tuple(2**k for k in range(11))
 """Upper bounds of the histogram of rows: 1 … 1024."""
-
-
-class _Histogram(NamedTuple):
-    """What prometheus_client wants to know: (upper bound, how many were up to it), and the sum of all values."""
-
-    buckets: list[tuple[str, int]]
-    total: float
 
 
 class WorkerMetrics:
@@ -57,29 +40,16 @@ class WorkerMetrics:
         self._triton_compat = triton_compat
         self._info = dict(info)
         self._constant = {name: value for name, value in constant_labels.items() if value}
-        self._exposition = CollectorRegistry(auto_describe=False)
-        self._exposition.register(self)
-        GCCollector(registry=self._exposition)
-        ProcessCollector(registry=self._exposition)
+        self._exposition = Exposition(PREFIX, SERIES, self._samples, constant_labels=self._constant)
 
     def text(self) -> bytes:
         """The text exposition, format 0.0.4."""
-        text = generate_latest(self._exposition)
+        text = self._exposition.text()
         if self._triton_compat:
             text += triton_metrics.exposition(self._sources, self._constant).encode()
         return text
 
-    def collect(self) -> Iterator[Metric]:
-        """Called by prometheus_client at every scrape."""
-        families: dict[str, Metric] = {}
-        for name, labels, value in self._samples():
-            family = families.get(name)
-            if family is None:
-                family = families[name] = self._family(SERIES[name])
-            self._add(family, SERIES[name], labels, value)
-        yield from (families[name] for name in SERIES if name in families)
-
-    # --- what there is to tell: (name, values of the series' labels, value) -----------------------------------------
+    # --- what there is to tell ---------------------------------------------------------------------------------------
 
     def _samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
         sources = self._sources
@@ -201,9 +171,9 @@ class WorkerMetrics:
             for status, count in sorted(counters.statuses.items()):
                 yield "requests_total", (counters.name, status), count
             yield "request_latency_seconds", (counters.name,), _in_seconds(counters.latency)
-            for stage, histogram in counters.stages.items():
-                if any(histogram.counts):
-                    yield "stage_seconds", (counters.name, stage), _in_seconds(histogram)
+            for stage, counted in counters.stages.items():
+                if any(counted.counts):
+                    yield "stage_seconds", (counters.name, stage), _in_seconds(counted)
 
     def _scheduler_samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
         sources = self._sources
@@ -224,25 +194,6 @@ class WorkerMetrics:
                 yield "dispatch_errors_total", (name, reason), count
             for reason, count in sorted(stats.dropped.items()):
                 yield "requests_dropped_total", (name, reason), count
-
-    # --- how it is told -------------------------------------------------------------------------------------------
-
-    def _family(self, series: Series) -> Metric:
-        extra = [label for label in self._constant if label not in series.labels]
-        labels = [*series.labels, *extra]
-        name = PREFIX + series.name
-        if series.type == "counter":
-            return CounterMetricFamily(name, series.help, labels=labels)
-        if series.type == "gauge":
-            return GaugeMetricFamily(name, series.help, labels=labels)
-        return HistogramMetricFamily(name, series.help, labels=labels)
-
-    def _add(self, family: Metric, series: Series, labels: tuple[str, ...], value: Any) -> None:
-        values = [*labels, *(text for label, text in self._constant.items() if label not in series.labels)]
-        if isinstance(family, HistogramMetricFamily):
-            family.add_metric(values, buckets=value.buckets, sum_value=value.total)
-        elif isinstance(family, (CounterMetricFamily, GaugeMetricFamily)):
-            family.add_metric(values, value)
 
 
 def _shadow_samples(sets: ProgramSets, name: str) -> Iterator[tuple[str, tuple[str, ...], Any]]:
@@ -283,18 +234,12 @@ def gpu_label(platform: str, ordinal: int, environ: Mapping[str, str] = os.envir
     return tokens[ordinal] if ordinal < len(tokens) else str(ordinal)
 
 
-def _in_seconds(histogram: HistogramSnapshot) -> _Histogram:
-    bounds = [str(bound_ns / 1e9) for bound_ns in histogram.bounds_ns]
-    return _Histogram(_cumulative(bounds, histogram.counts), histogram.total_ns / 1e9)
+def _in_seconds(counted: HistogramSnapshot) -> HistogramValue:
+    return histogram([bound / 1e9 for bound in counted.bounds_ns], counted.counts, counted.total_ns / 1e9)
 
 
-def _by_rows(counts: Mapping[int, int]) -> _Histogram:
+def _by_rows(counts: Mapping[int, int]) -> HistogramValue:
     binned = [0] * (len(ROW_BOUNDS) + 1)
     for rows, count in counts.items():
         binned[bisect_left(ROW_BOUNDS, rows)] += count
-    bounds = [str(float(bound)) for bound in ROW_BOUNDS]
-    return _Histogram(_cumulative(bounds, binned), sum(rows * count for rows, count in counts.items()))
-
-
-def _cumulative(bounds: Iterable[str], counts: Sequence[int]) -> list[tuple[str, int]]:
-    return list(zip((*bounds, "+Inf"), accumulate(counts), strict=True))
+    return histogram(map(float, ROW_BOUNDS), binned, sum(rows * count for rows, count in counts.items()))

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from rsrv.rpc.exposition import Series
 
 PREFIX = "rsrv_worker_"
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One metric: its name without the prefix, its labels beside `worker` and `gpu`, and its help."""
-
-    name: str
-    type: Literal["counter", "gauge", "histogram"]
-    labels: tuple[str, ...]
-    help: str
-
 
 SERIES = {
     series.name: series

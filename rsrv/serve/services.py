@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.message import DecodeError
-
 import rsrv
-from rsrv.core.errors import InvalidRequest, Unimplemented, UnknownModel
+from rsrv.core.errors import Unimplemented, UnknownModel
 from rsrv.core.shm import same_ipc_namespace
 from rsrv.core.wire import encode_index, encode_metadata
 from rsrv.protos import inference as pb
-from rsrv.rpc.call import reply
 from rsrv.rpc.routes import Route, Routes
+from rsrv.rpc.unary import unary
 from rsrv.serve.counters import TRITON_STAGES
 from rsrv.serve.residency.view import is_answered
 
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from rsrv.bundle.manifest import Manifest
     from rsrv.core.shm import RegionRegistry
     from rsrv.core.tensors import TensorSpec
-    from rsrv.rpc.call import Call
     from rsrv.serve.counters import ServerCounters
     from rsrv.serve.lifecycle import Lifecycle
     from rsrv.serve.registry import Entry, Registry
@@ -227,19 +224,6 @@ class Services:
         if entry.manifest is None:
             raise entry.unavailable()
         return entry.manifest
-
-
-def unary(request_class: Any, method: Callable[[Any], Any]) -> Callable[[Call], None]:
-    """The handler of a method that takes one message, answers with one, and waits for nothing."""
-    return lambda call: reply(call, method(parse(call, request_class)))
-
-
-def parse(call: Call, request_class: Any) -> Any:
-    """The request of a unary call. Raises InvalidRequest for a body that is no such message."""
-    try:
-        return request_class.FromString(call.body)
-    except DecodeError:
-        raise InvalidRequest(f"the body of {call.path} is no {request_class.DESCRIPTOR.full_name}") from None
 
 
 def _largest_batch(entry: Entry, manifest: Manifest) -> int:

@@ -157,7 +157,7 @@ def check_response(body):
     return expected
 
 
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=600)
 @given(mutated())
 @example(b"")
 @example(b"\x0a")
@@ -177,7 +177,7 @@ def test_requests_are_read_alike(body):
     check_request(body)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=300)
 @given(mutated())
 def test_responses_are_read_alike(body):
     check_response(body)

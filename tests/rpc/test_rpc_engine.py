@@ -338,14 +338,19 @@ def frames(connection):
 
 
 @pytest.fixture
-def raw():
+def running():
     engine = engine_on(0)
-    port = engine.bind()
+    engine.bind()
     engine.start()
-    with socket.create_connection(("127.0.0.1", port), timeout=WAIT) as connection:
+    yield engine
+    engine.stop(0)
+
+
+@pytest.fixture
+def raw(running):
+    with socket.create_connection(("127.0.0.1", running.bound_port), timeout=WAIT) as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0))
         yield connection
-    engine.stop(0)
 
 
 def test_large_windows_are_advertised_for_streams_and_the_connection(raw):
@@ -373,6 +378,51 @@ def test_a_client_may_ping_as_often_as_it_likes(raw):
             if len(acknowledged) == count:
                 break
     assert acknowledged == list(range(count))
+
+
+def test_a_stop_tells_connections_to_go_away(running, raw):
+    """What was sent after that has not been begun, so that clients may send it elsewhere whatever it does."""
+    seen = frames(raw)
+    for kind, flags, _, _ in seen:
+        if kind == SETTINGS and flags & 1:  # the connection is up
+            break
+    stopper = threading.Thread(target=running.stop, args=(WAIT,))
+    stopper.start()
+    assert GOAWAY in [kind for kind, *_ in seen]
+    stopper.join(WAIT)
+
+
+def test_a_connection_of_the_given_age_is_told_to_go_away_and_its_call_finishes():
+    calls = queue.SimpleQueue()
+    engine = GrpcioEngine(
+        {PATH: Route(calls.put)},
+        host="127.0.0.1",
+        port=0,
+        threads=4,
+        max_recv_bytes=1 << 20,
+        max_send_bytes=1 << 20,
+        max_connection_age_seconds=0.2,
+        max_connection_age_grace_seconds=WAIT,
+    )
+    port = engine.bind()
+    engine.start()
+    fields = {":method": "POST", ":scheme": "http", ":path": PATH, ":authority": "x", "te": "trailers"}
+    headers = hpack.Encoder().encode({**fields, "content-type": "application/grpc"}, huffman=False)
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0))
+        connection.sendall(frame(HEADERS, END_HEADERS, 1, headers) + frame(DATA, END_STREAM, 1, bytes(5)))
+        call, ended = calls.get(timeout=WAIT), False
+        for kind, flags, stream, payload in frames(connection):
+            if kind == GOAWAY and not call.cancelled:
+                call.send([b"late"])
+                call.finish()
+            elif kind == PING and not flags & 1:
+                connection.sendall(frame(PING, 1, 0, payload))
+            elif kind == HEADERS and flags & END_STREAM:
+                ended = stream == 1
+                break
+        assert ended
+    engine.stop(0)
 
 
 def test_clients_that_send_no_message_cannot_hold_all_threads(wait_until, caplog):

@@ -96,6 +96,24 @@ def test_what_comes_afterwards_runs_on_the_same_thread_after_the_task(pool):
     assert order[0][1] == order[1][1]
 
 
+def test_a_pool_that_grows_begins_what_waits(pool):
+    started, release = queue.SimpleQueue(), threading.Event()
+
+    def task(number):
+        started.put(number)
+        release.wait(WAIT)
+
+    for number in range(6):
+        pool.submit(task, number)
+    assert sorted(started.get(timeout=WAIT) for _ in range(3)) == [0, 1, 2]
+    pool.grow(5)
+    pool.grow(1)
+    assert sorted(started.get(timeout=WAIT) for _ in range(2)) == [3, 4]
+    assert (pool.size, started.empty()) == (5, True)
+    release.set()
+    assert started.get(timeout=WAIT) == 5
+
+
 def test_after_a_shutdown_nothing_is_accepted():
     pool = CallThreads(2, name="test-pool-closed")
     pool.submit(lambda: None)

@@ -20,6 +20,7 @@ class FakeCall:
         self.peer = "test"
         self.cancelled = False
         self.message: bytes | None = None
+        self.trailers: dict[str, str] = {}
         self.error: BaseException | None = None
         self.ended = False
         self.ends = 0
@@ -68,6 +69,7 @@ class FakeCall:
         self.message = b"".join(buffers)
 
     def finish(self, trailers: Mapping[str, str] = {}) -> None:
+        self.trailers = dict(trailers)
         self._end()
 
     def fail(self, error: BaseException) -> None:

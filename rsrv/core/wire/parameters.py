@@ -12,7 +12,8 @@ ParameterValue = bool | int | float | str
 TIMEOUT_NS_PARAM = "reactant_timeout_ns"
 """Nanoseconds that the caller still has (int64). Relative, so that clocks need not agree."""
 
-_NS_PER_UNIT = {TIMEOUT_NS_PARAM: 1, "rsrv_timeout_ns": 1, "timeout": 1000}
+NS_PER_UNIT = {TIMEOUT_NS_PARAM: 1, "rsrv_timeout_ns": 1, "timeout": 1000}
+"""The parameters that bound a request's time, and nanoseconds per unit of each."""
 
 INT64_MAX = 2**63 - 1
 _INT64_MIN = -(2**63)
@@ -36,8 +37,8 @@ def read_parameters(source: Mapping[str, Any]) -> tuple[dict[str, ParameterValue
         if kind is None:
             continue
         value = values[name] = getattr(parameter, kind)
-        if name in _NS_PER_UNIT and kind == "int64_param" and value > 0:
-            value *= _NS_PER_UNIT[name]
+        if name in NS_PER_UNIT and kind == "int64_param" and value > 0:
+            value *= NS_PER_UNIT[name]
             budget_ns = min(budget_ns, value) if budget_ns else value
     return values, budget_ns
 

@@ -27,11 +27,12 @@ from rsrv.core.errors import (
 from rsrv.protos import inference as pb
 from rsrv.rpc.call import reply
 from rsrv.rpc.routes import Route, Routes
+from rsrv.rpc.unary import parse
 from rsrv.serve.admin.bearer import with_token
 from rsrv.serve.admin.requests import RegisterRequest, UnregisterRequest, parse_fields
 from rsrv.serve.hook_pool import HookPool, Job
 from rsrv.serve.registry import ModelState
-from rsrv.serve.services import SERVICE, parse
+from rsrv.serve.services import SERVICE
 
 if TYPE_CHECKING:
     from rsrv.rpc.access import BearerToken

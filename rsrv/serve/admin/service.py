@@ -10,6 +10,7 @@ from rsrv.core.errors import Cancelled
 from rsrv.protos import admin as pb
 from rsrv.rpc.call import reply
 from rsrv.rpc.routes import Route, Routes
+from rsrv.rpc.unary import parse
 from rsrv.serve.admin import messages
 from rsrv.serve.admin.bearer import with_token
 from rsrv.serve.admin.operations import MAX_MOVES
@@ -36,7 +37,6 @@ from rsrv.serve.admin.requests import (
 )
 from rsrv.serve.admin.watch import Watch
 from rsrv.serve.hook_pool import HookPool, Job
-from rsrv.serve.services import parse
 
 if TYPE_CHECKING:
     from rsrv.rpc.access import BearerToken
