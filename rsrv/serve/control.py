@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,11 @@ from rsrv.core.errors import Cancelled, InvalidRequest, ResidencyRefused, Shed
 from rsrv.protos import control as pb
 from rsrv.rpc.call import reply
 from rsrv.rpc.routes import Route, Routes
+from rsrv.rpc.unary import parse, unary
 from rsrv.serve.hook_pool import HookPool, Job
 from rsrv.serve.metrics import largest_batch
 from rsrv.serve.residency.floors import Floor
 from rsrv.serve.residency.view import residency_mode, whereabouts
-from rsrv.serve.services import parse, unary
 
 if TYPE_CHECKING:
     from rsrv.rpc.call import Call
@@ -59,6 +60,7 @@ class ControlService:
         self._scheduler = scheduler
         self._residency = residency
         self._on_moved = on_moved
+        self._incarnation = secrets.token_hex(8)
         self._operations = HookPool(1, name="rsrv-control")
         self._lock = threading.Lock()
         self._open = 0
@@ -86,6 +88,7 @@ class ControlService:
             discipline=self._scheduler.policy.discipline,
             # 0 means that memory is no constraint, and a budget that is used up by pinned models is one.
             weight_cache_max_bytes=0 if snapshot is None else max(snapshot.max_bytes, 1),
+            incarnation=self._incarnation,
         )
         for entry in self._registry.entries():
             # Only what can answer: a gateway would take a model whose size is not known yet for an empty one.

@@ -80,8 +80,13 @@ class Inference:
 
     # --- waiting for a model --------------------------------------------------------------------------------------
 
-    def may_wait(self, entry: Entry, asked: object) -> bool:
-        """Whether a request waits for a model that does not take it now; `asked` is its parameter, if it has one."""
+    def may_wait(self, entry: Entry, asked: object, *, elsewhere: bool = False) -> bool:
+        """Whether a request waits for a model that does not take it now; `asked` is its parameter, if it has one.
+
+        `elsewhere`: a gateway has another worker for it, which is better than to wait unless somebody said otherwise.
+        """
+        if elsewhere and asked is None and not self._hold_unprepared:
+            return False
         if entry.failure is not None or entry.gate == "removing" or asked is False or not self.admission.held_limit:
             return False
         return entry.gate != "open" or asked is True or self._hold_unprepared

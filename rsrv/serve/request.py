@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rsrv.core.errors import (
+    FAILOVER_METADATA_KEY,
     Cancelled,
     Code,
     DeadlineExceeded,
@@ -152,7 +153,8 @@ class Request:
             if refusal is not None:
                 break
             # The entry was exchanged for another between the two looks; the next one shows it.
-        if not self.server.may_wait(entry, self.message.parameters.get(HOLD_PARAM)):
+        elsewhere = FAILOVER_METADATA_KEY in self.call.metadata
+        if not self.server.may_wait(entry, self.message.parameters.get(HOLD_PARAM), elsewhere=elsewhere):
             raise refusal
         self.deadline_ns = _earliest(self.message.deadline_ns(self.started_ns), self.call.deadline_ns)
         if self.server.admission.hold(self, self.deadline_ns):

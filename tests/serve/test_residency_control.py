@@ -123,6 +123,14 @@ def bare(server):
 # --- ModelControlStatus ---------------------------------------------------------------------------------------------
 
 
+def test_the_incarnation_is_the_same_while_a_server_runs_and_another_after_it_starts_anew(server, face):
+    told = [face.call("ModelControlStatus").incarnation for _ in range(2)]
+    assert told[0] == told[1] != ""
+    other = Face(server, face.residency)
+    assert other.call("ModelControlStatus").incarnation not in ("", told[0])
+    other.close()
+
+
 def test_status_has_a_row_for_each_model_that_can_answer(face):
     face.residency.places["affine"] = cold(nbytes=24, floor=Floor.SYSTEM)
     status = face.call("ModelControlStatus")

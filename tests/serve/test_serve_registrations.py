@@ -96,8 +96,9 @@ class World:
         """One request, answered; y[0]."""
         return y(FakeCall(body(x, model, **kw)).serve(self.server._inference.handle))
 
-    def begin(self, x=1.0, model="m", deadline_ns=0, **kw):
+    def begin(self, x=1.0, model="m", deadline_ns=0, metadata=None, **kw):
         call = FakeCall(body(x, model, **kw), deadline_ns=deadline_ns)
+        call.metadata = metadata or {}
         thread = threading.Thread(target=call.serve, args=(self.server._inference.handle,), kwargs={"seconds": WAIT})
         thread.start()
         call.join = thread.join
@@ -298,6 +299,18 @@ def test_requests_wait_at_a_closed_gate_unless_they_say_otherwise(world, asks, e
         return
     until(lambda: world.server.admission.held == 1)
     assert world.server.admission.in_flight == 0
+    world.do.undrain("m")
+    call.join(WAIT)
+    assert y(call) == 11
+
+
+def test_what_a_gateway_may_send_elsewhere_waits_only_when_the_client_asks_for_it(world):
+    world.do.drain("m")
+    call = world.begin(5, metadata={"x-rsrv-failover": "1"})
+    call.join(WAIT)
+    assert call.reason == "admission_closed"
+    call = world.begin(5, metadata={"x-rsrv-failover": "1"}, parameters={"rsrv_hold": True})
+    until(lambda: world.server.admission.held == 1)
     world.do.undrain("m")
     call.join(WAIT)
     assert y(call) == 11

@@ -57,16 +57,18 @@ class ModelStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., residency: _Optional[_Union[Residency, str]] = ..., device_resident: _Optional[bool] = ..., host_resident: _Optional[bool] = ..., weight_nbytes: _Optional[int] = ..., weight: _Optional[float] = ..., queue_depth: _Optional[int] = ..., total_compute_seconds: _Optional[float] = ..., requests_served: _Optional[int] = ..., dispatch_count: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., batch_input_name: _Optional[str] = ..., batch_axis: _Optional[int] = ..., rows_served: _Optional[int] = ...) -> None: ...
 
 class ModelControlStatusResponse(_message.Message):
-    __slots__ = ("residency_mode", "discipline", "models", "weight_cache_max_bytes")
+    __slots__ = ("residency_mode", "discipline", "models", "weight_cache_max_bytes", "incarnation")
     RESIDENCY_MODE_FIELD_NUMBER: _ClassVar[int]
     DISCIPLINE_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_CACHE_MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     residency_mode: str
     discipline: str
     models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
     weight_cache_max_bytes: int
-    def __init__(self, residency_mode: _Optional[str] = ..., discipline: _Optional[str] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., weight_cache_max_bytes: _Optional[int] = ...) -> None: ...
+    incarnation: str
+    def __init__(self, residency_mode: _Optional[str] = ..., discipline: _Optional[str] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., weight_cache_max_bytes: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class SetModelResidencyRequest(_message.Message):
     __slots__ = ("name", "target")
@@ -173,16 +175,18 @@ class RepackStatus(_message.Message):
     def __init__(self, last_repack_unix_seconds: _Optional[float] = ..., last_repack_wall_elapsed_seconds: _Optional[float] = ..., last_repack_compute_seconds: _Optional[float] = ..., last_trigger: _Optional[str] = ..., last_models_placed: _Optional[int] = ..., last_models_moved: _Optional[int] = ..., repack_count: _Optional[int] = ..., compute_accumulated_seconds: _Optional[float] = ..., active_threshold_seconds: _Optional[float] = ..., first_tick_repack_done: _Optional[bool] = ..., last_tick_unix_seconds: _Optional[float] = ..., repacks_since_compaction: _Optional[int] = ..., operator_repacks_requested: _Optional[int] = ..., operator_repacks_completed: _Optional[int] = ...) -> None: ...
 
 class ReplicaPlacement(_message.Message):
-    __slots__ = ("worker", "weight", "outstanding", "routed_total")
+    __slots__ = ("worker", "weight", "outstanding", "routed_total", "worker_name")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     OUTSTANDING_FIELD_NUMBER: _ClassVar[int]
     ROUTED_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    WORKER_NAME_FIELD_NUMBER: _ClassVar[int]
     worker: str
     weight: float
     outstanding: int
     routed_total: int
-    def __init__(self, worker: _Optional[str] = ..., weight: _Optional[float] = ..., outstanding: _Optional[int] = ..., routed_total: _Optional[int] = ...) -> None: ...
+    worker_name: str
+    def __init__(self, worker: _Optional[str] = ..., weight: _Optional[float] = ..., outstanding: _Optional[int] = ..., routed_total: _Optional[int] = ..., worker_name: _Optional[str] = ...) -> None: ...
 
 class ModelSchedulingStatus(_message.Message):
     __slots__ = ("name", "configured_replicas", "effective_replicas", "replicas", "utilization", "arrival_rate", "cost_seconds", "max_batch", "fill_mode", "fill_quantum", "weight_nbytes", "placed", "drifted")
@@ -215,7 +219,7 @@ class ModelSchedulingStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., configured_replicas: _Optional[int] = ..., effective_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaPlacement, _Mapping]]] = ..., utilization: _Optional[float] = ..., arrival_rate: _Optional[float] = ..., cost_seconds: _Optional[float] = ..., max_batch: _Optional[int] = ..., fill_mode: _Optional[str] = ..., fill_quantum: _Optional[int] = ..., weight_nbytes: _Optional[int] = ..., placed: _Optional[bool] = ..., drifted: _Optional[bool] = ...) -> None: ...
 
 class WorkerSchedulingStatus(_message.Message):
-    __slots__ = ("worker", "ready", "models_placed", "inflight_compute", "assigned_weight_bytes", "weight_budget_bytes", "oversubscribed")
+    __slots__ = ("worker", "ready", "models_placed", "inflight_compute", "assigned_weight_bytes", "weight_budget_bytes", "oversubscribed", "name", "draining")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     MODELS_PLACED_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +227,8 @@ class WorkerSchedulingStatus(_message.Message):
     ASSIGNED_WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     OVERSUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     worker: str
     ready: bool
     models_placed: int
@@ -230,7 +236,9 @@ class WorkerSchedulingStatus(_message.Message):
     assigned_weight_bytes: int
     weight_budget_bytes: int
     oversubscribed: bool
-    def __init__(self, worker: _Optional[str] = ..., ready: _Optional[bool] = ..., models_placed: _Optional[int] = ..., inflight_compute: _Optional[float] = ..., assigned_weight_bytes: _Optional[int] = ..., weight_budget_bytes: _Optional[int] = ..., oversubscribed: _Optional[bool] = ...) -> None: ...
+    name: str
+    draining: bool
+    def __init__(self, worker: _Optional[str] = ..., ready: _Optional[bool] = ..., models_placed: _Optional[int] = ..., inflight_compute: _Optional[float] = ..., assigned_weight_bytes: _Optional[int] = ..., weight_budget_bytes: _Optional[int] = ..., oversubscribed: _Optional[bool] = ..., name: _Optional[str] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class GetSchedulingStatusRequest(_message.Message):
     __slots__ = ()
@@ -271,18 +279,20 @@ class SetSchedulingPolicyResponse(_message.Message):
     def __init__(self, applied: _Optional[_Union[SchedulingPolicy, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., persisted: _Optional[bool] = ...) -> None: ...
 
 class SetModelPlacementRequest(_message.Message):
-    __slots__ = ("name", "replicas", "fill_mode", "fill_factor", "allow_unknown_model")
+    __slots__ = ("name", "replicas", "fill_mode", "fill_factor", "allow_unknown_model", "keep_replicas")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     FILL_MODE_FIELD_NUMBER: _ClassVar[int]
     FILL_FACTOR_FIELD_NUMBER: _ClassVar[int]
     ALLOW_UNKNOWN_MODEL_FIELD_NUMBER: _ClassVar[int]
+    KEEP_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     name: str
     replicas: int
     fill_mode: str
     fill_factor: float
     allow_unknown_model: bool
-    def __init__(self, name: _Optional[str] = ..., replicas: _Optional[int] = ..., fill_mode: _Optional[str] = ..., fill_factor: _Optional[float] = ..., allow_unknown_model: _Optional[bool] = ...) -> None: ...
+    keep_replicas: bool
+    def __init__(self, name: _Optional[str] = ..., replicas: _Optional[int] = ..., fill_mode: _Optional[str] = ..., fill_factor: _Optional[float] = ..., allow_unknown_model: _Optional[bool] = ..., keep_replicas: _Optional[bool] = ...) -> None: ...
 
 class SetModelPlacementResponse(_message.Message):
     __slots__ = ("name", "configured_replicas", "effective_replicas", "fill_mode", "fill_quantum", "warnings", "persisted")
@@ -323,3 +333,101 @@ class RepackResponse(_message.Message):
     repack: RepackStatus
     warnings: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, sequence: _Optional[int] = ..., completed_sequence: _Optional[int] = ..., completed: _Optional[bool] = ..., waited_seconds: _Optional[float] = ..., repack: _Optional[_Union[RepackStatus, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FleetWorker(_message.Message):
+    __slots__ = ("worker", "name", "metrics", "source", "ready", "draining", "inflight", "waiting", "incarnation", "discipline", "models")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    INFLIGHT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DISCIPLINE_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    name: str
+    metrics: str
+    source: str
+    ready: bool
+    draining: bool
+    inflight: int
+    waiting: int
+    incarnation: str
+    discipline: str
+    models: int
+    def __init__(self, worker: _Optional[str] = ..., name: _Optional[str] = ..., metrics: _Optional[str] = ..., source: _Optional[str] = ..., ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., inflight: _Optional[int] = ..., waiting: _Optional[int] = ..., incarnation: _Optional[str] = ..., discipline: _Optional[str] = ..., models: _Optional[int] = ...) -> None: ...
+
+class ListWorkersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListWorkersResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[FleetWorker]
+    def __init__(self, workers: _Optional[_Iterable[_Union[FleetWorker, _Mapping]]] = ...) -> None: ...
+
+class AddWorkerRequest(_message.Message):
+    __slots__ = ("worker", "metrics", "name")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    metrics: str
+    name: str
+    def __init__(self, worker: _Optional[str] = ..., metrics: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class AddWorkerResponse(_message.Message):
+    __slots__ = ("worker", "persisted")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    PERSISTED_FIELD_NUMBER: _ClassVar[int]
+    worker: FleetWorker
+    persisted: bool
+    def __init__(self, worker: _Optional[_Union[FleetWorker, _Mapping]] = ..., persisted: _Optional[bool] = ...) -> None: ...
+
+class RemoveWorkerRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    def __init__(self, worker: _Optional[str] = ...) -> None: ...
+
+class RemoveWorkerResponse(_message.Message):
+    __slots__ = ("worker", "persisted")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    PERSISTED_FIELD_NUMBER: _ClassVar[int]
+    worker: FleetWorker
+    persisted: bool
+    def __init__(self, worker: _Optional[_Union[FleetWorker, _Mapping]] = ..., persisted: _Optional[bool] = ...) -> None: ...
+
+class DrainWorkerRequest(_message.Message):
+    __slots__ = ("worker", "deadline_seconds")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    deadline_seconds: float
+    def __init__(self, worker: _Optional[str] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+
+class DrainWorkerResponse(_message.Message):
+    __slots__ = ("worker", "persisted")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    PERSISTED_FIELD_NUMBER: _ClassVar[int]
+    worker: FleetWorker
+    persisted: bool
+    def __init__(self, worker: _Optional[_Union[FleetWorker, _Mapping]] = ..., persisted: _Optional[bool] = ...) -> None: ...
+
+class UndrainWorkerRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    def __init__(self, worker: _Optional[str] = ...) -> None: ...
+
+class UndrainWorkerResponse(_message.Message):
+    __slots__ = ("worker", "persisted")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    PERSISTED_FIELD_NUMBER: _ClassVar[int]
+    worker: FleetWorker
+    persisted: bool
+    def __init__(self, worker: _Optional[_Union[FleetWorker, _Mapping]] = ..., persisted: _Optional[bool] = ...) -> None: ...
