@@ -1,4 +1,4 @@
-"""Configuration of a worker and of a node: the keys, where their values come from, and how a node file is read."""
+"""Configuration of workers, nodes and gateways: the keys, where values come from, and how the files are read."""
 
 from rsrv._lazy import attach
 
@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = attach(
         "BundlesConfig": ".sections",
         "EndpointsConfig": ".sections",
         "FakeDeviceConfig": ".sections",
+        "GatewayConfig": ".gateway",
         "GrpcConfig": ".sections",
         "HooksConfig": ".sections",
         "KeyRow": ".keys",
@@ -15,6 +16,7 @@ __getattr__, __dir__, __all__ = attach(
         "ModelSchedulingConfig": ".sections",
         "NodeConfig": ".node",
         "ResolvedConfig": ".resolution",
+        "ResolvedGateway": ".gateway_file",
         "RuntimeConfig": ".sections",
         "SchedulerConfig": ".sections",
         "ServerConfig": ".sections",
@@ -23,13 +25,19 @@ __getattr__, __dir__, __all__ = attach(
         "StartupConfig": ".sections",
         "WorkerBlock": ".node",
         "WorkerEntry": ".node",
+        "chosen_gateway_file": ".gateway_file",
+        "gateway_key_table": ".gateway_file",
+        "gateway_process_variables": ".gateway_file",
+        "gateway_schema": ".schema",
         "hook_pool_size": ".environment",
         "json_schema": ".schema",
         "key_table": ".keys",
+        "load_gateway": ".gateway_file",
         "load_node": ".node",
         "node_key_table": ".node",
         "process_variables": ".environment",
         "resolve": ".resolution",
+        "resolve_gateway": ".gateway_file",
         "worker_name": ".environment",
     },
 )

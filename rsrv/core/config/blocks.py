@@ -6,30 +6,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rsrv.core.config.keys import section_of
-from rsrv.core.config.sections import Section, ServerConfig
+from rsrv.core.config.roots import WORKER, Root
+from rsrv.core.config.sections import Section
 from rsrv.core.errors import ConfigError
 
-REMOVED = {
-    ("batch_policy",): "scheduler.models.<name>.max_batch_size",
-    ("runtime", "residency_mode"): "model_control_mode",
-}
-"""Keys of the older system that no longer exist, with what replaces each."""
 
-_OLDER_PORTS = {"port": "grpc_port", "metrics_port": "http_port"}
-
-
-def normalise(block: Mapping[Any, Any], *, where: str) -> dict[str, Any]:
+def normalise(block: Mapping[Any, Any], *, where: str, root: Root = WORKER) -> dict[str, Any]:
     """A deep copy without ``x-`` keys and empty sections, older names replaced. `where` starts each error text."""
-    result = _normalise(block, ServerConfig, (), where)
-    endpoints = result.get("endpoints")
-    if isinstance(endpoints, dict):
-        _rename_ports(endpoints, where)
-    models = get(result, ("scheduler", "models"))
-    for settings in models.values() if isinstance(models, dict) else ():
-        # The older name of `residency: device`, which counts where that is not set.
-        if isinstance(settings, dict) and settings.get("pin_to_gpu") is True:
-            del settings["pin_to_gpu"]
-            settings.setdefault("residency", "device")
+    result = _Copier(root, where).section(block, root.model, ())
+    for section, names in root.renamed.items():
+        found = result.get(section)
+        if isinstance(found, dict):
+            _rename(found, section, names, where)
+    if root is WORKER:
+        _settle_older_values(result)
     return result
 
 
@@ -70,46 +60,68 @@ def flatten(block: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tu
             yield here, value
 
 
-def _normalise(block: Mapping[Any, Any], model: type[Section], path: tuple[str, ...], where: str) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in block.items():
-        here = (*path, str(key))
-        if not isinstance(key, str):
-            raise ConfigError(f"{where}: {'.'.join(here)}: the key {key!r} is not text; write it in quotes")
-        if key.startswith("x-"):
-            continue
-        if here in REMOVED:
-            raise ConfigError(f"{where}: the key {'.'.join(here)} was removed", hint=f"use {REMOVED[here]}")
-        field = model.model_fields.get(key)
-        section, named = section_of(field) if field is not None else (None, False)
-        if section is not None and value is None:
-            continue
-        if section is not None and isinstance(value, Mapping):
-            value = _named(value, section, here, where) if named else _normalise(value, section, here, where)
-        result[key] = _copied(value)
-    return result
+class _Copier:
+    """Copies a block, key by key, and refuses what no later step could name."""
+
+    def __init__(self, root: Root, where: str) -> None:
+        self._root = root
+        self._where = where
+
+    def section(self, block: Mapping[Any, Any], model: type[Section], path: tuple[str, ...]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in block.items():
+            here = (*path, str(key))
+            if not isinstance(key, str):
+                raise ConfigError(f"{self._where}: {'.'.join(here)}: the key {key!r} is not text; write it in quotes")
+            if key.startswith("x-"):
+                continue
+            self._refuse(here, value)
+            field = model.model_fields.get(key)
+            section, named = section_of(field) if field is not None else (None, False)
+            if section is not None and value is None:
+                continue
+            if section is not None and isinstance(value, Mapping):
+                value = self._named(value, section, here) if named else self.section(value, section, here)
+            result[key] = _copied(value)
+        return result
+
+    def _named(self, block: Mapping[Any, Any], section: type[Section], path: tuple[str, ...]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for name, value in block.items():
+            if not isinstance(name, str):
+                where = f"{self._where}: {'.'.join(path)}"
+                raise ConfigError(f"{where}: the name {name!r} is not text; write it in quotes")
+            if isinstance(value, Mapping):
+                result[name] = self.section(value, section, (*path, name))
+            else:
+                result[name] = {} if value is None else value
+        return result
+
+    def _refuse(self, path: tuple[str, ...], value: Any) -> None:
+        key = ".".join(path)
+        if path in self._root.removed:
+            raise ConfigError(f"{self._where}: the key {key} was removed", hint=f"use {self._root.removed[path]}")
+        if path in self._root.not_yet and value is not None:
+            raise ConfigError(f"{self._where}: {key}: {self._root.not_yet[path]}")
 
 
-def _named(block: Mapping[Any, Any], section: type[Section], path: tuple[str, ...], where: str) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in block.items():
-        if not isinstance(name, str):
-            raise ConfigError(f"{where}: {'.'.join(path)}: the name {name!r} is not text; write it in quotes")
-        if isinstance(value, Mapping):
-            result[name] = _normalise(value, section, (*path, name), where)
-        else:
-            result[name] = {} if value is None else value
-    return result
+def _rename(block: dict[str, Any], section: str, names: Mapping[str, str], where: str) -> None:
+    for old, new in names.items():
+        if old in block:
+            value = block.pop(old)
+            if new in block:
+                raise ConfigError(f"{where}: {section}.{old} is the older name of {section}.{new}, and both are there")
+            # In the older system port 0 meant that there is no metrics port.
+            block[new] = None if new == "http_port" and value == 0 and value is not False else value
 
 
-def _rename_ports(endpoints: dict[str, Any], where: str) -> None:
-    for old, new in _OLDER_PORTS.items():
-        if old in endpoints:
-            value = endpoints.pop(old)
-            if new in endpoints:
-                raise ConfigError(f"{where}: endpoints.{old} is the older name of endpoints.{new}, and both are there")
-            # In the older system 0 meant that there is no metrics port.
-            endpoints[new] = None if new == "http_port" and value == 0 and value is not False else value
+def _settle_older_values(worker: dict[str, Any]) -> None:
+    """`pin_to_gpu: true` is the older name of `residency: device`, which counts where that is not set."""
+    models = get(worker, ("scheduler", "models"))
+    for settings in models.values() if isinstance(models, dict) else ():
+        if isinstance(settings, dict) and settings.get("pin_to_gpu") is True:
+            del settings["pin_to_gpu"]
+            settings.setdefault("residency", "device")
 
 
 def _copied(value: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Environment variables: ``RSRV_WORKER_<SECTION>_<FIELD>`` for each key, older names as aliases, and the few others."""
+"""Environment variables: ``<PREFIX>_<SECTION>_<FIELD>`` for each key, older names as aliases, and the few others."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -11,20 +12,22 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from rsrv.core.config.blocks import REMOVED
-from rsrv.core.config.keys import ENV_PREFIX, Leaf, closest, worker_leaves
+from pydantic import TypeAdapter
+
+from rsrv.core.config.keys import Leaf, closest, leaves_of
+from rsrv.core.config.roots import WORKER, Root
 from rsrv.core.errors import ConfigError
 
-ALIAS_PREFIX = "INFERENCE_SERVER_"
 NAME_VARIABLE = "RSRV_WORKER_NAME"
 THREADS_VARIABLE = "RSRV_WORKER_THREADS"
 ALLOW_FAKE_VARIABLE = "RSRV_ALLOW_FAKE"
 
-_OLDER_SUFFIXES = {"ENDPOINTS_PORT": "endpoints.grpc_port", "ENDPOINTS_METRICS_PORT": "endpoints.http_port"}
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 _NULL = {"null", "none", "off"}
 _MAX_HOOK_THREADS = 16
+_JSON = object()
+"""Stands for the type of a key whose variable holds JSON."""
 
 log = logging.getLogger(__name__)
 
@@ -63,42 +66,23 @@ def process_variables() -> list[ProcessVariable]:
     ]
 
 
-def read_overrides(environ: Mapping[str, str]) -> list[Override]:
-    """The keys that `environ` sets, in the order of the keys.
+def read_overrides(environ: Mapping[str, str], root: Root = WORKER) -> list[Override]:
+    """The keys that `environ` sets, in the order of the keys; those of a worker unless `root` says otherwise.
 
-    Raises ConfigError for an unknown ``RSRV_WORKER_*`` name, a removed key, and a text that does not parse.
+    Raises ConfigError for an unknown name with the prefix, a key that there is no more or not yet, and a text that does
+    not parse.
     """
-    table = {leaf.env.removeprefix(ENV_PREFIX): leaf for leaf in worker_leaves().values() if leaf.env is not None}
-    exceptions = {NAME_VARIABLE.removeprefix(ENV_PREFIX), THREADS_VARIABLE.removeprefix(ENV_PREFIX)}
-    found: dict[str, Override] = {}
-    for variable in sorted(environ):
-        suffix = variable.removeprefix(ENV_PREFIX)
-        if suffix == variable or suffix in exceptions:
-            continue
-        _refuse_removed(variable, suffix)
-        if suffix not in table:
-            near = closest(suffix, [*table, *exceptions])
-            hint = f"did you mean {ENV_PREFIX}{near}?" if near else "`rsrv config schema --keys` lists the variables"
-            raise ConfigError(f"the variable {variable} names no key", hint=hint)
-        found[table[suffix].key] = _override(variable, environ[variable], table[suffix])
-    aliases = _read_aliases(environ, table, found)
-    if aliases:
-        log.info("older_variables=%s use=%s", ",".join(aliases), ",".join(str(o.leaf.env) for o in aliases.values()))
-    for variable, override in aliases.items():
-        found.setdefault(override.leaf.key, override)
-        if found[override.leaf.key] is not override:
-            log.info("ignored=%s because=%s", variable, found[override.leaf.key].variable)
-    return [found[key] for key in worker_leaves() if key in found]
+    return _Reader(environ, root).read()
 
 
 def worker_name(environ: Mapping[str, str] | None = None) -> str | None:
     """The worker that this process is to serve, when the environment says so."""
-    return _process_value(NAME_VARIABLE, "REACTANT_WORKER_NAME", environ) or None
+    return process_value(NAME_VARIABLE, "REACTANT_WORKER_NAME", environ) or None
 
 
 def hook_pool_size(environ: Mapping[str, str] | None = None, *, workers: int = 1, cores: int | None = None) -> int:
     """How many threads run hooks: ``RSRV_WORKER_THREADS``, else the share of this worker among `workers`, 1…16."""
-    text = _process_value(THREADS_VARIABLE, "REACTANT_WORKER_THREADS", environ)
+    text = process_value(THREADS_VARIABLE, "REACTANT_WORKER_THREADS", environ)
     if text is not None:
         if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
             raise ConfigError(f"{THREADS_VARIABLE}={text!r} is not accepted; wanted integer, ≥ 1")
@@ -107,7 +91,7 @@ def hook_pool_size(environ: Mapping[str, str] | None = None, *, workers: int = 1
     return min(max(usable // max(workers, 1), 1), _MAX_HOOK_THREADS)
 
 
-def parse_text(text: str, leaf: Leaf) -> Any:
+def parse_text(text: str, leaf: Leaf, separator: str = ":") -> Any:
     """The value that a variable's text stands for. Raises ValueError when it stands for none of the key's type."""
     kinds = _kinds(leaf.annotation)
     word = text.strip().lower()
@@ -118,11 +102,15 @@ def parse_text(text: str, leaf: Leaf) -> Any:
     if text in choices:
         return text
     if any(get_origin(kind) is list for kind in kinds):
-        return [part for part in text.split(":") if part]
+        parts = text.split(separator)
+        # A blank entry is nothing between colons; where commas stand it may keep a place, which its key decides.
+        return [part for part in parts if part] if separator == ":" or not text.strip() else parts
     if any(get_origin(kind) is dict for kind in kinds):
         return dict(_parse_pair(pair, text) for pair in text.split())
     if bool in kinds:
         return _parse_bool(text)
+    if word in choices and (int in kinds or float in kinds):
+        return word
     if int in kinds:
         if not re.fullmatch(r"\s*[-+]?[0-9]{1,30}\s*", text):
             raise ValueError(text)
@@ -130,46 +118,105 @@ def parse_text(text: str, leaf: Leaf) -> Any:
     return float(text) if float in kinds else text
 
 
-def _read_aliases(
-    environ: Mapping[str, str], table: Mapping[str, Leaf], found: Mapping[str, Override]
-) -> dict[str, Override]:
-    aliases: dict[str, Override] = {}
-    for variable in sorted(environ):
-        suffix = variable.removeprefix(ALIAS_PREFIX)
-        if suffix == variable:
-            continue
-        _refuse_removed(variable, suffix)
-        leaf = table.get(suffix) or worker_leaves().get(_OLDER_SUFFIXES.get(suffix, ""))
-        if leaf is None:
-            log.warning("ignored=%s because=no_such_key", variable)
-            continue
-        # In the older system 0 meant that there is no metrics port.
-        text = "off" if suffix == "ENDPOINTS_METRICS_PORT" and environ[variable].strip() == "0" else environ[variable]
-        if leaf.key in found:
-            aliases[variable] = Override(variable, text, leaf, None)  # ours wins, so this text need not even parse
-        else:
-            aliases[variable] = _override(variable, text, leaf)
-    return aliases
+class _Reader:
+    """One look through the variables of a process for the keys of one root."""
+
+    def __init__(self, environ: Mapping[str, str], root: Root) -> None:
+        self._environ = environ
+        self._root = root
+        self._leaves = leaves_of(root)
+        self._table = {
+            leaf.env.removeprefix(root.env_prefix): leaf for leaf in self._leaves.values() if leaf.env is not None
+        }
+        for key in root.json_keys:
+            path = tuple(key.split("."))
+            variable = root.variable(path)
+            leaf = Leaf(path, _JSON, {}, "", variable)
+            self._table[variable.removeprefix(root.env_prefix)] = leaf
+
+    def read(self) -> list[Override]:
+        root, found = self._root, dict[str, Override]()
+        for variable in sorted(self._environ):
+            suffix = variable.removeprefix(root.env_prefix)
+            if suffix == variable or suffix in root.other_variables or suffix in root.aliases:
+                continue
+            self._refuse(variable, suffix)
+            if suffix not in self._table:
+                near = closest(suffix, [*self._table, *root.other_variables])
+                hint = f"did you mean {root.env_prefix}{near}?" if near else f"`{root.schema_command}` lists them"
+                raise ConfigError(f"the variable {variable} names no key", hint=hint)
+            override = self._override(variable, self._environ[variable], self._table[suffix])
+            if override is not None:
+                found[override.leaf.key] = override
+        aliases = self._read_aliases(found)
+        if aliases:
+            instead = ",".join(str(o.leaf.env) for o in aliases.values())
+            log.info("older_variables=%s use=%s", ",".join(aliases), instead)
+        for variable, override in aliases.items():
+            found.setdefault(override.leaf.key, override)
+            if found[override.leaf.key] is not override:
+                log.info("ignored=%s because=%s", variable, found[override.leaf.key].variable)
+        order = [leaf.key for leaf in self._table.values()]
+        return [found[key] for key in order if key in found]
+
+    def _read_aliases(self, found: Mapping[str, Override]) -> dict[str, Override]:
+        aliases: dict[str, Override] = {}
+        root, prefixes = self._root, (self._root.env_prefix, self._root.alias_prefix)
+        for variable in sorted(self._environ):
+            prefix = next((prefix for prefix in prefixes if variable.startswith(prefix)), None)
+            if prefix is None:
+                continue
+            suffix = variable.removeprefix(prefix)
+            key = root.aliases.get(suffix)
+            if key is None and (prefix == root.env_prefix or suffix in root.other_variables):
+                continue
+            self._refuse(variable, suffix)
+            leaf = self._table.get(suffix) or self._leaves.get(key or root.older_variables.get(suffix, ""))
+            if leaf is None:
+                log.warning("ignored=%s because=no_such_key", variable)
+                continue
+            text = self._environ[variable]
+            if suffix == "ENDPOINTS_METRICS_PORT" and text.strip() == "0":
+                text = "off"  # in the older system 0 meant that there is no metrics port
+            if leaf.key in found:
+                aliases[variable] = Override(variable, text, leaf, None)  # ours wins: this text need not even parse
+            elif (override := self._override(variable, text, leaf)) is not None:
+                aliases[variable] = override
+        return aliases
+
+    def _override(self, variable: str, text: str, leaf: Leaf) -> Override | None:
+        try:
+            value = _parse_json(text) if leaf.annotation is _JSON else parse_text(text, leaf, self._root.separator)
+            if leaf.key in self._root.lenient:
+                value = TypeAdapter(leaf.annotation).validate_python(value)
+        except ValueError:  # pydantic's error is one, too
+            if leaf.key in self._root.lenient:
+                log.warning("ignored=%s because=%r is not %s", variable, text, leaf.type_text)
+                return None
+            mapping = any(get_origin(kind) is dict for kind in _kinds(leaf.annotation))
+            hint = "a mapping is written name=value, with spaces between its entries" if mapping else None
+            wanted = "a mapping as JSON" if leaf.annotation is _JSON else leaf.type_text
+            raise ConfigError(f"{variable}={text!r} is not accepted; wanted {wanted} ({leaf.key})", hint=hint) from None
+        return Override(variable, text, leaf, value)
+
+    def _refuse(self, variable: str, suffix: str) -> None:
+        for path, instead in self._root.removed.items():
+            name = "_".join(path).upper()
+            if suffix == name or (len(path) == 1 and suffix.startswith(f"{name}_")):
+                raise ConfigError(
+                    f"the variable {variable} sets {'.'.join(path)}, which was removed", hint=f"use {instead}"
+                )
+        for path, text in self._root.not_yet.items():
+            name = "_".join(path).upper()
+            if suffix == name or suffix.startswith(f"{name}_"):
+                raise ConfigError(f"the variable {variable} sets {'.'.join(path)}: {text}")
 
 
-def _override(variable: str, text: str, leaf: Leaf) -> Override:
-    try:
-        return Override(variable, text, leaf, parse_text(text, leaf))
-    except ValueError:
-        mapping = any(get_origin(kind) is dict for kind in _kinds(leaf.annotation))
-        raise ConfigError(
-            f"{variable}={text!r} is not accepted; wanted {leaf.type_text} ({leaf.key})",
-            hint="a mapping is written name=value, with spaces between its entries" if mapping else None,
-        ) from None
-
-
-def _refuse_removed(variable: str, suffix: str) -> None:
-    for path, instead in REMOVED.items():
-        name = "_".join(path).upper()
-        if suffix == name or (len(path) == 1 and suffix.startswith(f"{name}_")):
-            raise ConfigError(
-                f"the variable {variable} sets {'.'.join(path)}, which was removed", hint=f"use {instead}"
-            )
+def _parse_json(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
 
 
 def _parse_pair(pair: str, text: str) -> tuple[str, bool | int | float | str]:
@@ -203,7 +250,8 @@ def _kinds(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _process_value(name: str, alias: str, environ: Mapping[str, str] | None) -> str | None:
+def process_value(name: str, alias: str, environ: Mapping[str, str] | None) -> str | None:
+    """The text of a variable, or of its older name, which is told; None when neither is set."""
     values = os.environ if environ is None else environ
     if name in values:
         return values[name]

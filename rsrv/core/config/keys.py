@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rsrv.core.config.sections import Section, ServerConfig
+from rsrv.core.config.roots import WORKER, Root
+from rsrv.core.config.sections import Section, Wanted
 
-ENV_PREFIX = "RSRV_WORKER_"
 ANY_NAME = "<name>"
 """Stands in a dotted key for a name that the user chooses."""
 
@@ -38,14 +38,11 @@ class Leaf:
     annotation: Any
     default: Any
     meaning: str
+    env: str | None = None
 
     @property
     def key(self) -> str:
         return ".".join(self.path)
-
-    @property
-    def env(self) -> str | None:
-        return None if ANY_NAME in self.path else ENV_PREFIX + "_".join(self.path).upper()
 
     @property
     def type_text(self) -> str:
@@ -74,14 +71,17 @@ def section_of(field: FieldInfo) -> tuple[type[Section] | None, bool]:
 
 
 @cache
-def worker_leaves() -> dict[str, Leaf]:
-    """The keys of a worker by dotted name (``scheduler.models.<name>.max_batch_size``)."""
-    return {leaf.key: leaf for leaf in leaves(ServerConfig)}
+def leaves_of(root: Root) -> dict[str, Leaf]:
+    """The keys under a root by dotted name (``scheduler.models.<name>.max_batch_size``), with their variables."""
+    return {
+        leaf.key: leaf if ANY_NAME in leaf.path else replace(leaf, env=root.variable(leaf.path))
+        for leaf in leaves(root.model)
+    }
 
 
-def find_leaf(key: str) -> Leaf | None:
+def find_leaf(key: str, root: Root = WORKER) -> Leaf | None:
     """The leaf for a dotted key in which names are real (``scheduler.models.resnet.max_batch_size``)."""
-    table = worker_leaves()
+    table = leaves_of(root)
     if key in table:
         return table[key]
     for leaf in table.values():
@@ -93,9 +93,9 @@ def find_leaf(key: str) -> Leaf | None:
     return None
 
 
-def split_key(key: str) -> tuple[str, ...]:
+def split_key(key: str, root: Root = WORKER) -> tuple[str, ...]:
     """The path of a dotted key; a model's name in it may have dots itself."""
-    leaf = find_leaf(key)
+    leaf = find_leaf(key, root)
     if leaf is None or ANY_NAME not in leaf.path:
         return tuple(key.split("."))
     at = leaf.path.index(ANY_NAME)
@@ -104,17 +104,17 @@ def split_key(key: str) -> tuple[str, ...]:
     return (*head, name, *tail)
 
 
-def key_table() -> list[KeyRow]:
-    """One row per key of the worker configuration."""
+def key_table(root: Root = WORKER) -> list[KeyRow]:
+    """One row per key of a configuration, by default a worker's."""
     return [
         KeyRow(
             leaf.key,
             leaf.type_text,
-            None if leaf.path == ("model_dirs",) else show(leaf.default),
+            None if leaf.key in root.required else show(leaf.default),
             leaf.env,
             leaf.meaning,
         )
-        for leaf in worker_leaves().values()
+        for leaf in leaves_of(root).values()
     ]
 
 
@@ -137,16 +137,16 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def suggest_key(path: Sequence[str]) -> str | None:
+def suggest_key(path: Sequence[str], root: Root = WORKER) -> str | None:
     """The known dotted key nearest to an unknown one: one misspelt in place, or right but in another section."""
-    known = [leaf.path for leaf in worker_leaves().values()]
+    known = [leaf.path for leaf in leaves_of(root).values()]
     same_name = [leaf for leaf in known if leaf[-1] == path[-1]]
     if same_name:
         return ".".join(same_name[0])
     above = tuple(path[:-1])
     siblings = {leaf[len(above)] for leaf in known if len(leaf) > len(above) and _lies_in(leaf, above)}
     near = closest(path[-1], siblings)
-    return ".".join((*above, near)) if near is not None else closest(".".join(path), worker_leaves())
+    return ".".join((*above, near)) if near is not None else closest(".".join(path), leaves_of(root))
 
 
 def describe_type(annotation: Any) -> str:
@@ -155,6 +155,9 @@ def describe_type(annotation: Any) -> str:
     while get_origin(annotation) is Annotated:
         annotation, *more = get_args(annotation)
         metadata += more
+    for entry in metadata:
+        if isinstance(entry, Wanted):
+            return entry.text
     origin = get_origin(annotation)
     if origin in (Union, UnionType):
         parts = [describe_type(part) for part in get_args(annotation) if part is not NoneType]

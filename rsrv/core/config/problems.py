@@ -48,7 +48,8 @@ def _problem(entry: Any, path: tuple[str, ...], wanted: WantedText) -> tuple[str
     if kind == "missing":
         return key, f"{key} is missing; wanted {type_text}"
     if kind == "value_error":
-        return key, f"{key}: {entry['ctx']['error']}"
+        text = str(entry["ctx"]["error"])
+        return key, f"{key}: {text}" if key else text  # of the whole configuration
     return key, f"{key}: {_shortened(value)} is not accepted; wanted {type_text}"
 
 

@@ -1,13 +1,15 @@
-"""JSON Schema of the node file and of a worker's block in it, for editors and for `rsrv config schema`."""
+"""JSON Schema of the node file, of a worker's block in it, and of the gateway's file: for editors and `rsrv config`."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from rsrv.core.config.gateway import GatewayConfig
 from rsrv.core.config.node import NodeFile, WorkerEntry
 from rsrv.core.config.sections import Section, ServerConfig
 
 _FREE_KEYS = {"^x-": True}
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema() -> dict[str, Any]:
@@ -28,11 +30,18 @@ def json_schema() -> dict[str, Any]:
         "description": root["properties"]["global"]["description"],
     }
     return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$schema": _DIALECT,
         **root,
         "title": "rsrv node file",
         "$defs": dict(sorted(definitions.items())),
     }
+
+
+def gateway_schema() -> dict[str, Any]:
+    """The schema of the gateway's file."""
+    definitions: dict[str, Any] = {}
+    root = _schema(GatewayConfig, definitions)
+    return {"$schema": _DIALECT, **root, "title": "rsrv gateway file", "$defs": dict(sorted(definitions.items()))}
 
 
 def _schema(model: type[Section], definitions: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -20,6 +21,13 @@ Seconds = Annotated[float, Field(ge=0, le=1e9)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]
 Name = Annotated[str, Field(min_length=1)]
 OctalMode = Annotated[str, Field(pattern=r"^[0-7]{3}$")]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """In an annotated type: the words for it, where its Python type and its range do not say it."""
+
+    text: str
 
 
 def refuse(values: tuple[str, ...], text: str) -> BeforeValidator:
@@ -225,8 +233,9 @@ class ReloadConfig(Section):
 
 class AdmissionConfig(Section):
     hold: Literal["auto", "always"] = "auto"
-    """Which new requests wait instead of being refused: `auto`, those at a closed gate, where this worker is the public
-    endpoint; `always`, those for a model that is being prepared, too. The request parameter `rsrv_hold` goes first."""
+    """Which new requests wait instead of being refused: `auto`, those at a closed gate, unless a gateway has another
+    worker for them; `always`, those for a model that is being prepared, too. The request parameter `rsrv_hold` goes
+    first."""
     held_requests: NotNegative | None = None
     """Requests that may wait so. Unset: half of `endpoints.max_concurrent_requests`; 0: none."""
 
