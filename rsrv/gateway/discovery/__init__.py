@@ -1,0 +1,1 @@
+"""Which workers there are, how they are, and which models they serve."""

@@ -1,0 +1,1 @@
+"""What the gateway answers itself: metadata, health, the index, HTTP."""

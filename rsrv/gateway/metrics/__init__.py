@@ -1,0 +1,1 @@
+"""What the gateway counts, and one scrape for itself and all of its workers."""

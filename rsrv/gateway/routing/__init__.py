@@ -1,0 +1,1 @@
+"""The request path: which worker gets a request, and what happens when that one fails."""

@@ -1,0 +1,1 @@
+"""The workers as the gateway sees them: connections, slots, readiness, reports."""
