@@ -1,4 +1,4 @@
-"""``rsrv ctl``: operate a running worker. Here: the group, and what the control plane of all servers can do."""
+"""``rsrv ctl``: operate a running worker or gateway. Here: the group, and what all servers let control."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rsrv.cli import ctl_models, ctl_programs, ctl_server, output
+from rsrv.cli import ctl_gateway, ctl_models, ctl_programs, ctl_server, output
 from rsrv.cli.client import DEFAULT_URL, UrlOption
 from rsrv.cli.ctl_target import OwnUrlOption, Server, TokenOption
 
@@ -34,6 +34,7 @@ def server(context: typer.Context, url: UrlOption = DEFAULT_URL, token_file: Tok
         rsrv ctl --url 10.0.0.5:8001 residency net device
         rsrv ctl policy net --weight 2
         rsrv ctl compact --reload net,other
+        rsrv ctl gateway status
     """
     context.obj = Server(url, token_file)
 
@@ -41,6 +42,7 @@ def server(context: typer.Context, url: UrlOption = DEFAULT_URL, token_file: Tok
 for command in (*ctl_models.COMMANDS, *ctl_server.COMMANDS):
     app.command()(command)
 app.add_typer(ctl_programs.app, name="programs")
+app.add_typer(ctl_gateway.app, name="gateway")
 
 
 @app.command()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rsrv.client.admin import Admin
     from rsrv.client.admin_answers import Operation
     from rsrv.client.connection import Metadata
+    from rsrv.client.gateway import Gateway
 
 OwnUrlOption = Annotated[str | None, typer.Option("--url", help="Server; default: the one given to `rsrv ctl`.")]
 TokenOption = Annotated[
@@ -75,7 +76,24 @@ def administration(context: typer.Context, url: str | None, timeout: float = 60.
         except Unimplemented as error:
             raise Unimplemented(
                 f"{url or server.url} does not answer administration: {error.message}",
-                hint="a server that listens on more than a loopback address answers this with endpoints.admin: true",
+                hint="a worker that listens on more than a loopback address answers this with endpoints.admin: true; "
+                "a gateway never does, but for `rsrv ctl gateway`",
+            ) from None
+
+
+@contextmanager
+def gateway(context: typer.Context, url: str | None) -> Iterator[Gateway]:
+    """The control plane of the gateway that is meant."""
+    from rsrv.client.gateway import Gateway
+
+    server: Server = context.obj
+    with Gateway(url or server.url, metadata=server.metadata()) as found:
+        try:
+            yield found
+        except Unimplemented:
+            raise Unimplemented(
+                f"{url or server.url} is no gateway",
+                hint="the commands for a worker are those of `rsrv ctl` itself; --url names another server",
             ) from None
 
 

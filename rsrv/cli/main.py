@@ -18,6 +18,7 @@ from rsrv.cli import (
     env,
     errors,
     export,
+    gateway,
     inspect,
     output,
     plan,
@@ -69,6 +70,7 @@ app.add_typer(export.app, name="export")
 app.add_typer(bundle.app, name="bundle")
 app.add_typer(inspect.app, name="inspect")
 app.command()(serve.serve)
+app.command()(gateway.gateway)
 app.command()(client.infer)
 app.command()(client.models)
 app.command()(status.status)
