@@ -15,9 +15,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from rsrv.cli.reference import markdown as commands
-from rsrv.core.config import key_table
+from rsrv.core.config import KeyRow, gateway_key_table, gateway_process_variables, key_table
 from rsrv.core.config.keys import describe_type
 from rsrv.core.status import WorkerStatus
+from rsrv.gateway.metrics import series as gateway_series
 from rsrv.serve.series import PREFIX, SERIES
 from rsrv.serve.triton_metrics import TRITON_SERIES
 
@@ -25,34 +26,56 @@ HERE = Path(__file__).resolve().parent
 
 
 def configuration() -> str:
-    rows = [
-        (f"`{row.key}`", row.type, _code(row.default, "required"), _code(row.env, ""), row.meaning)
-        for row in key_table()
-    ]
     return _page(
         "Configuration of a worker",
         "A value comes from the command line, else from the environment, else from the node file, else it is the "
         "default; `rsrv config show` says which. Keys that are not in this table are errors.",
-        ("key", "type", "default", "environment variable", "meaning"),
-        rows,
+        _KEY_COLUMNS,
+        _key_rows(key_table()),
     )
+
+
+def gateway_configuration() -> str:
+    page = _page(
+        "Configuration of a gateway",
+        "A value comes from the command line, else from the environment, else from the gateway's file, else it is the "
+        "default; `rsrv config show --gateway` says which. Keys that are not in this table are errors; `x-` keys are "
+        "free. In a variable the entries of a list are separated by commas. "
+        "`RSRV_GATEWAY_SCHEDULING_MODELS` holds all of `scheduling.models`, as JSON.",
+        _KEY_COLUMNS,
+        _key_rows(gateway_key_table()),
+    )
+    columns = ("environment variable", "default", "meaning")
+    rows = [(f"`{row.name}`", row.default, row.meaning) for row in gateway_process_variables()]
+    return "\n".join([page, "Variables that are no key's:", "", *_table(columns, rows)]) + "\n"
 
 
 def metrics() -> str:
     columns = ("series", "type", "labels", "meaning")
-    page = _page(
-        "Metrics of a worker",
-        "At `/metrics` of the HTTP port, in the Prometheus text format. Every series also has the labels `worker` and "
-        "`gpu` where they are known. A counter counts since the worker started.",
-        columns,
-        [(f"`{PREFIX}{series.name}`", series.type, _codes(series.labels), series.help) for series in SERIES.values()],
+    worker, triton, gateway = (
+        _table(columns, [(f"`{prefix}{row.name}`", row.type, _codes(row.labels), row.help) for row in series.values()])
+        for prefix, series in ((PREFIX, SERIES), ("", TRITON_SERIES), (gateway_series.PREFIX, gateway_series.SERIES))
     )
-    rows = [(f"`{series.name}`", series.type, _codes(series.labels), series.help) for series in TRITON_SERIES.values()]
     text = (
+        "At `/metrics` of the HTTP port, in the Prometheus text format. A counter counts since the process started. "
+        "Metrics of the process itself (`process_…`, `python_gc_…`) come beside these."
+    )
+    worker_text = "Every series also has the labels `worker` and `gpu` where they are known."
+    triton_text = (
         "With `metrics.triton_compat: true` requests are exported under the names of Triton Inference Server, too, for "
         "dashboards that exist already: without `_total`, in microseconds, summed up over answered requests."
     )
-    return "\n".join([page, "## Triton's names", "", text, "", *_table(columns, rows)]) + "\n"
+    gateway_text = (
+        "In one text with the metrics of all workers whose metrics endpoints the gateway knows; it adds the label "
+        "`worker` to those of a worker's lines that have none. The label is the name that the gateway has for the "
+        "worker, or its address. Buckets go from 1 ms to 65.5 s."
+    )
+    sections = [
+        *("## Of a worker", "", worker_text, "", *worker, ""),
+        *("## Triton's names", "", triton_text, "", *triton, ""),
+        *("## Of a gateway", "", gateway_text, "", *gateway),
+    ]
+    return "\n".join([*_head("Metrics", text), *sections]) + "\n"
 
 
 def status() -> str:
@@ -106,15 +129,28 @@ def _is_model(annotation: object) -> TypeGuard[type[BaseModel]]:
 PAGES: dict[str, Callable[[], str]] = {
     "cli.md": commands,
     "configuration.md": configuration,
+    "configuration-gateway.md": gateway_configuration,
     "metrics.md": metrics,
     "status.md": status,
     "status.schema.json": status_schema,
 }
 
 
+_KEY_COLUMNS = ("key", "type", "default", "environment variable", "meaning")
+
+
+def _key_rows(table: Iterable[KeyRow]) -> list[tuple[str, ...]]:
+    return [
+        (f"`{row.key}`", row.type, _code(row.default, "required"), _code(row.env, ""), row.meaning) for row in table
+    ]
+
+
 def _page(title: str, text: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"# {title}", "", "Made by `python docs/generate.py`; do not edit by hand.", "", text, ""]
-    return "\n".join([*lines, *_table(columns, rows)]) + "\n"
+    return "\n".join([*_head(title, text), *_table(columns, rows)]) + "\n"
+
+
+def _head(title: str, text: str) -> list[str]:
+    return [f"# {title}", "", "Made by `python docs/generate.py`; do not edit by hand.", "", text, ""]
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
