@@ -7,9 +7,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import first_light, reload, residency, restart, scheduler, serving
+from benchmarks import first_light, gateway, reload, residency, restart, scheduler, serving
 from benchmarks.load import pin
 from benchmarks.report import record, show, write
 from benchmarks.servers import DRIVER_CORE
@@ -21,16 +22,17 @@ CASES = {
     **serving.CASES,
     **residency.CASES,
     **reload.CASES,
+    **gateway.CASES,
 }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"all by default: {', '.join(CASES)}")
     parser.add_argument("--short", action="store_true", help="seconds instead of minutes; the numbers mean little")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON file")
     parser.add_argument("--record", type=Path, help="Markdown file to put the table into, such as docs/performance.md")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     unknown = [c for c in arguments.cases if c not in CASES]
     if unknown:
         parser.error(f"unknown case {unknown[0]!r}; there are {', '.join(CASES)}")

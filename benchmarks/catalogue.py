@@ -42,13 +42,20 @@ class Entry:
         return self.path / "weights.safetensors"
 
 
-def write_catalogue(repo: Path, sizes: Sequence[int], *, tensor_bytes: int = MIB, seed: int = 0) -> list[Entry]:
+def write_catalogue(
+    repo: Path,
+    sizes: Sequence[int],
+    *,
+    tensor_bytes: int = MIB,
+    seed: int = 0,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+) -> list[Entry]:
     """One bundle of each of `sizes` (bytes, multiples of `tensor_bytes`), all with weights of their own."""
     entries = []
     for index, size in enumerate(sizes):
         rng = np.random.default_rng((seed, index))
         tensors = [random_tensor(rng, tensor_bytes) for _ in range(size // tensor_bytes)]
-        entries.append(write_entry(repo / f"model{index:03}", tensors))
+        entries.append(write_entry(repo / f"model{index:03}", tensors, batch_sizes))
     return entries
 
 
@@ -57,7 +64,7 @@ def random_tensor(rng: np.random.Generator, nbytes: int) -> np.ndarray:
     return rng.integers(0, _LARGEST, (nbytes // _ROW_BYTES, COLUMNS), np.uint8).astype(np.float32)
 
 
-def write_entry(directory: Path, tensors: Sequence[np.ndarray]) -> Entry:
+def write_entry(directory: Path, tensors: Sequence[np.ndarray], batch_sizes: Sequence[int] = BATCH_SIZES) -> Entry:
     """The bundle with these weights, each f32[rows, COLUMNS]."""
     from rsrv.bundle import IOSpec, write_bundle
 
@@ -67,7 +74,7 @@ def write_entry(directory: Path, tensors: Sequence[np.ndarray]) -> Entry:
         name=directory.name,
         executable_inputs=[IOSpec("x", "f32", (1, COLUMNS), batch_axis=0)],
         executable_outputs=[IOSpec("y", "f32", (1, COLUMNS), batch_axis=0)],
-        modules={batch: _program(batch, rows) for batch in BATCH_SIZES},
+        modules={batch: _program(batch, rows) for batch in batch_sizes},
         weights=[(f"w{index}", tensor) for index, tensor in enumerate(tensors)],
     )
     sums = np.sum([tensor.sum(0, dtype=np.float64) for tensor in tensors], axis=0)

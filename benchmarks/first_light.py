@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,7 +19,7 @@ import numpy as np
 from benchmarks import models
 from benchmarks.load import INFER, LoadResult, Stream, drive, median_of, open_channel
 from benchmarks.report import Bound, Measurement
-from benchmarks.servers import echo_server, rsrv_server
+from benchmarks.servers import Server, echo_server, rsrv_server
 from rsrv.core.shm import OwnedRegion
 from rsrv.core.tensors import OutputTarget
 from rsrv.core.wire import RequestedOutput, ShmInput, encode_request, join
@@ -38,21 +39,26 @@ def _identity_request() -> bytes:
 
 def request_cost(*, short: bool) -> Iterator[Measurement]:
     """Server CPU per tiny request against a bare echo of the same bytes, at 8 and 32 in flight, in turns."""
-    rounds, seconds = (1, 1.0) if short else (5, 3.0)
+    rounds, seconds, warmup = (1, 0.3, 0.1) if short else (5, 3.0, 0.5)
     with TemporaryDirectory() as tmp, ExitStack() as stack:
         repo = Path(tmp)
         models.tiny(repo)
         server = stack.enter_context(rsrv_server(repo))
         echo = stack.enter_context(echo_server(ECHO_THREADS))
         stream = Stream("addsub", _addsub_request())
-        for in_flight in (8, 32):
-            ours, theirs = _turns(
-                rounds,
-                lambda n=in_flight: drive(
-                    server.target, [stream], in_flight=n, seconds=seconds, server_pids=[server.pid]
-                ),
-                lambda n=in_flight: drive(echo.target, [stream], in_flight=n, seconds=seconds, server_pids=[echo.pid]),
+
+        def load(driven: Server, in_flight: int) -> LoadResult:
+            return drive(
+                driven.target,
+                [stream],
+                in_flight=in_flight,
+                seconds=seconds,
+                server_pids=[driven.pid],
+                warmup_seconds=warmup,
             )
+
+        for in_flight in (8, 32):
+            ours, theirs = _turns(rounds, partial(load, server, in_flight), partial(load, echo, in_flight))
             cpu, control = median_of(ours, lambda r: r.cpu_us), median_of(theirs, lambda r: r.cpu_us)
             _no_errors(ours)
             yield Measurement(
@@ -70,7 +76,7 @@ def request_cost(*, short: bool) -> Iterator[Measurement]:
 
 def large_requests(*, short: bool) -> Iterator[Measurement]:
     """602 112 bytes in and out, 8 in flight: inline against the echo, and through shared memory against inline."""
-    rounds, seconds = (1, 1.0) if short else (5, 3.0)
+    rounds, seconds, warmup = (1, 0.3, 0.1) if short else (5, 3.0, 0.5)
     with TemporaryDirectory() as tmp, ExitStack() as stack:
         repo = Path(tmp)
         models.identity(repo)
@@ -83,9 +89,21 @@ def large_requests(*, short: bool) -> Iterator[Measurement]:
         by_inline: list[LoadResult] = []
         by_shm: list[LoadResult] = []
         for _ in range(rounds):
-            by_echo.append(drive(echo.target, [inline], in_flight=8, seconds=seconds, server_pids=[echo.pid]))
-            by_inline.append(drive(server.target, [inline], in_flight=8, seconds=seconds, server_pids=[server.pid]))
-            by_shm.append(drive(server.target, shared, in_flight=8, seconds=seconds, server_pids=[server.pid]))
+            for results, driven, streams in (
+                (by_echo, echo, [inline]),
+                (by_inline, server, [inline]),
+                (by_shm, server, shared),
+            ):
+                results.append(
+                    drive(
+                        driven.target,
+                        streams,
+                        in_flight=8,
+                        seconds=seconds,
+                        server_pids=[driven.pid],
+                        warmup_seconds=warmup,
+                    )
+                )
         _no_errors(by_inline)
         _no_errors(by_shm)
         rates = {
@@ -145,10 +163,10 @@ def _shared_identity(target: str) -> Iterator[list[Stream]]:
 
 def coalescing(*, short: bool) -> Iterator[Measurement]:
     """32 clients with one-row requests to a model of about 200 ms: how full the batches are, who else is answered."""
-    seconds = 3.0 if short else 12.0
+    seconds, model_seconds = (1.0, 0.05) if short else (12.0, 0.2)
     with TemporaryDirectory() as tmp, ExitStack() as stack:
         repo = Path(tmp)
-        took = models.slow(repo)
+        took = models.slow(repo, seconds=model_seconds)
         server = stack.enter_context(rsrv_server(repo, core=None))
         x = np.ones((1, 256), np.float32)
         body = join(encode_request("slow", [("x", x)]))
@@ -174,7 +192,8 @@ def coalescing(*, short: bool) -> Iterator[Measurement]:
         _no_errors([result])
         rows, dispatches = after[0] - before[0], after[1] - before[1]
         parts = {"rows": rows, "dispatches": dispatches, "model_ms": 1e3 * took, "rate": result.rate}
-        yield Measurement("32 clients, 200 ms model: rows ÷ dispatches", rows / dispatches, Bound(">", 4.0), parts)
+        what = f"32 clients, {1e3 * model_seconds:.0f} ms model: rows ÷ dispatches"
+        yield Measurement(what, rows / dispatches, Bound(">", 4.0), parts)
         yield Measurement(
             "ServerLive meanwhile, slowest answer (ms)",
             max(live),
@@ -202,7 +221,7 @@ def imports(*, short: bool) -> Iterator[Measurement]:
     package: list[float] = []
     client: list[float] = []
     control: list[float] = []
-    for _ in range(3 if short else 15):
+    for _ in range(1 if short else 15):
         package.append(_import_seconds("rsrv.client"))
         client.append(_import_seconds("rsrv.client; rsrv.client.KServeModel"))
         control.append(_import_seconds("numpy, grpc"))
@@ -228,12 +247,12 @@ def _import_seconds(what: str) -> float:
 
 
 def weights(*, short: bool) -> Iterator[Measurement]:
-    """100 MB of weights onto the CPU device against a memcpy into fresh memory (page cache warm), and mapped."""
+    """Weights onto the CPU device, 100 MB of them, against a memcpy into fresh memory (page cache warm), and mapped."""
     from rsrv.bundle.safetensors import write_weights
     from rsrv.runtime import open_device
     from rsrv.serve.residency.tensors import TensorPool, open_weights
 
-    n_tensors, elements = 100, 262_144
+    n_tensors, elements = 10 if short else 100, 262_144
     with TemporaryDirectory() as tmp:
         path = Path(tmp) / "weights.safetensors"
         rng = np.random.default_rng(0)
@@ -244,7 +263,7 @@ def weights(*, short: bool) -> Iterator[Measurement]:
         copy: list[float] = []
         read: list[float] = []
         mapped: list[float] = []
-        for _ in range(3 if short else 15):
+        for _ in range(1 if short else 15):
             fresh = mmap.mmap(-1, source.nbytes)
             view = np.frombuffer(fresh, np.uint8)
             copy.append(_seconds(lambda v=view: np.copyto(v, source)))
@@ -258,12 +277,12 @@ def weights(*, short: bool) -> Iterator[Measurement]:
         device.close()
     copy_ms, read_ms, mapped_ms = (1e3 * statistics.median(x) for x in (copy, read, mapped))
     yield Measurement(
-        "100 MB of weights to the device ÷ memcpy",
+        f"{n_tensors} MB of weights to the device ÷ memcpy",
         read_ms / copy_ms,
         Bound("≤", 2.5),
         {"read_ms": read_ms, "memcpy_ms": copy_ms},
     )
-    yield Measurement("100 MB of weights mapped (ms)", mapped_ms, Bound("≤", 5.0), {})
+    yield Measurement(f"{n_tensors} MB of weights mapped (ms)", mapped_ms, Bound("≤", 5.0), {})
 
 
 def _seconds(work: Callable[[], object]) -> float:

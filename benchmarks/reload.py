@@ -58,7 +58,7 @@ def reload(*, short: bool) -> Iterator[Measurement]:
 
     B's latency counts beside A's load alone, with a burner as well, and while A is reloaded, in turns.
     """
-    rounds, reloads, seconds = (1, 4, 2.0) if short else (10, 20, 10.0)
+    rounds, reloads, seconds = (1, 4, 0.5) if short else (10, 20, 10.0)
     version, other = Version(), Version(7, 7, 7)
     a, b = Answers(["a", "renamed"]), Answers(["b"])
     a.allow(version)
@@ -167,7 +167,7 @@ def _programs(server: Server) -> dict[str, Any]:
 
 def select_programs(*, short: bool) -> Iterator[Measurement]:
     """Two program sets of one model, selected in turns under load; then the outputs of the first one once more."""
-    rounds = 6 if short else 100
+    rounds = 4 if short else 100
     a = Answers(["a"])
     first, second = Version(), Version().next("program")
     a.allow(first)
@@ -254,14 +254,15 @@ def _outputs(server: Server, name: str, requests: int = 20) -> list[bytes]:
 
 def load_unload(*, short: bool) -> Iterator[Measurement]:
     """A model is loaded, called and unloaded again and again; then three broken ones are loaded, again and again."""
-    rounds, settle = (9, 3) if short else (300, 50)
+    rounds, settle = (6, 3) if short else (300, 50)
+    nbytes = (2 if short else 16) * MIB
     versions = [Version(weights=number + 1, program=number + 1) for number in range(3)]
     with TemporaryDirectory() as folder:
         tmp = Path(folder)
         Version().write(tmp / "repo" / "steady")
         for number, version in enumerate(versions):
-            version.write(tmp / "repo" / f"model{number}", nbytes=16 * MIB)
-        _write_broken(tmp / "repo")
+            version.write(tmp / "repo" / f"model{number}", nbytes=nbytes)
+        _write_broken(tmp / "repo", nbytes)
         # The watcher leaves the others to us.
         environ = _environ(tmp, RSRV_WORKER_MODELS_INCLUDE="steady")
         with rsrv_server(tmp / "repo", environ=environ, core=None) as server, open_channel(server.target) as channel:
@@ -306,16 +307,16 @@ def _rounds(server: Server, rounds: int, settle: int, what: str, one: Callable[[
 BROKEN = ("truncated", "raising", "misfitting")
 
 
-def _write_broken(repo: Path) -> None:
+def _write_broken(repo: Path, nbytes: int) -> None:
     """Models that fail in different steps: weights that end too soon, hooks that raise, weights of another shape."""
     for name in BROKEN:
-        Version().write(repo / name, nbytes=16 * MIB)
+        Version().write(repo / name, nbytes=nbytes)
     weights = repo / "truncated" / WEIGHTS
-    weights.write_bytes(weights.read_bytes()[: 8 * MIB])
+    weights.write_bytes(weights.read_bytes()[: nbytes // 2])
     with (repo / "raising" / HOOKS).open("a") as hooks:
         hooks.write("\nraise ValueError('broken')\n")
     with TemporaryDirectory() as folder:
-        other = Version().write(Path(folder) / "other", nbytes=8 * MIB)
+        other = Version().write(Path(folder) / "other", nbytes=nbytes // 2)
         (repo / "misfitting" / WEIGHTS).write_bytes((other / WEIGHTS).read_bytes())
 
 

@@ -42,7 +42,7 @@ def budget_environ(device_memory: int | None, **more: str) -> dict[str, str]:
 def cold_call(*, short: bool) -> Iterator[Measurement]:
     """Two models and a budget for one, called in turns, against a direct load of the same file and a warm call."""
     rounds, size = (2, 16 * MIB) if short else (40, 96 * MIB)
-    for tensor_bytes in (MIB, 8 * MIB):
+    for tensor_bytes in (8 * MIB,) if short else (MIB, 8 * MIB):
         with TemporaryDirectory() as tmp, ExitStack() as stack:
             repo = Path(tmp)
             entries = write_catalogue(repo, [size, size], tensor_bytes=tensor_bytes)
@@ -158,8 +158,8 @@ def catalogue(*, short: bool) -> Iterator[Measurement]:
     The sequence is cut into parts, and each part is sent to one server after the other, so that what else the machine
     does meanwhile falls on all of them.
     """
-    models, requests, part = (12, 200, 50) if short else (100, 6000, 300)
-    sizes = mixed_sizes(models)
+    models, requests, part = (12, 60, 30) if short else (100, 6000, 300)
+    sizes = [size // (2 if short else 1) for size in mixed_sizes(models)]
     device_memory = sum(sizes) // 5 + MIB  # the rest is for the scratch
     sequence = zipf_sequence(models, requests)
     with TemporaryDirectory() as tmp, ExitStack() as stack:
@@ -256,7 +256,7 @@ def _throughput(what: str, small: Runs, roomy: Runs) -> Measurement:
 def load_rounds(*, short: bool) -> Iterator[Measurement]:
     """Models of three sizes and a budget for the largest alone: every call evicts one and loads another."""
     rounds, settle = (12, 3) if short else (500, 50)
-    sizes = [16 * MIB, 24 * MIB, 40 * MIB]
+    sizes = [4 * MIB, 6 * MIB, 10 * MIB] if short else [16 * MIB, 24 * MIB, 40 * MIB]
     with TemporaryDirectory() as tmp:
         repo = Path(tmp)
         entries = write_catalogue(repo, sizes)
@@ -289,7 +289,7 @@ def load_rounds(*, short: bool) -> Iterator[Measurement]:
 
 def shared_host_weights(*, short: bool) -> Iterator[Measurement]:
     """Two workers with `runtime.shared_host_weights`: what the second one adds when it has the weights, too."""
-    size = (16 if short else 256) * MIB
+    size, settling = (16 * MIB, 0.2) if short else (256 * MIB, 1.0)
     with TemporaryDirectory() as tmp, ExitStack() as stack:
         # The log of a server lies in its repository, so each worker has one of its own; the files are the same.
         first, second = Path(tmp) / "first", Path(tmp) / "second"
@@ -305,11 +305,11 @@ def shared_host_weights(*, short: bool) -> Iterator[Measurement]:
             at_rest(worker)
             # So that the first execution, which makes threads and buffers, is over.
             _call(channel, entries, [0] * 20)
-        free = _settled_pss(workers)
+        free = _settled_pss(workers, settling)
         _call(channels[0], entries, [1, 1])
-        one = _settled_pss(workers)
+        one = _settled_pss(workers, settling)
         _call(channels[1], entries, [1, 1])
-        both = _settled_pss(workers)
+        both = _settled_pss(workers, settling)
     yield Measurement(
         f"second worker with {size // MIB} MiB of shared weights: added memory ÷ weights",
         (both - one) / size,
@@ -318,9 +318,9 @@ def shared_host_weights(*, short: bool) -> Iterator[Measurement]:
     )
 
 
-def _settled_pss(servers: Sequence[Server]) -> int:
-    """Memory of all of them together, where what they share counts once."""
-    time.sleep(1.0)
+def _settled_pss(servers: Sequence[Server], seconds: float) -> int:
+    """Memory of all of them together after so long, where what they share counts once."""
+    time.sleep(seconds)
     return sum(pss(server.pid) for server in servers)
 
 

@@ -12,19 +12,31 @@ if TYPE_CHECKING:
 
 STAGES = ((3, 32, 1), (4, 64, 2), (6, 128, 2), (3, 256, 2))
 """Blocks, inner channels and stride of each stage: ResNet-50 at half width."""
+SHORT_STAGES = ((1, 8, 1), (1, 16, 2))
+"""What the short form of a benchmark compiles."""
+
+Stages = tuple[tuple[int, int, int], ...]
 
 Params = dict[str, "np.ndarray | jax.Array"]
 
 
-def resnet(repo: Path, name: str, *, seed: int, size: int = 64, batch_sizes: tuple[int, ...] = (1,)) -> Path:
+def resnet(
+    repo: Path,
+    name: str,
+    *,
+    seed: int,
+    size: int = 64,
+    batch_sizes: tuple[int, ...] = (1,),
+    stages: Stages = STAGES,
+) -> Path:
     """Write the bundle `name`: f32[n,3,size,size] → f32[n,1000]. Programs of different seeds differ."""
     from rsrv.export import export_bundle
 
-    params = _params(np.random.default_rng(seed))
+    params = _params(np.random.default_rng(seed), stages)
     x = np.zeros((1, 3, size, size), np.float32)
     return export_bundle(
         "jax",
-        lambda p, x: _forward(p, x, 1.0 + seed / 1024),
+        lambda p, x: _forward(p, x, 1.0 + seed / 1024, stages),
         params,
         (x,),
         dir=repo / name,
@@ -35,7 +47,7 @@ def resnet(repo: Path, name: str, *, seed: int, size: int = 64, batch_sizes: tup
     )
 
 
-def _params(rng: np.random.Generator) -> dict[str, np.ndarray]:
+def _params(rng: np.random.Generator, stages: Stages) -> dict[str, np.ndarray]:
     params: dict[str, np.ndarray] = {}
 
     def conv(name: str, size: int, before: int, after: int) -> None:
@@ -46,7 +58,7 @@ def _params(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
     conv("stem", 7, 3, 32)
     channels = 32
-    for stage, (blocks, inner, _) in enumerate(STAGES):
+    for stage, (blocks, inner, _) in enumerate(stages):
         for block in range(blocks):
             at = f"stage{stage}.block{block}"
             conv(f"{at}.a", 1, channels, inner)
@@ -59,7 +71,7 @@ def _params(rng: np.random.Generator) -> dict[str, np.ndarray]:
     return params
 
 
-def _forward(p: Any, x: Any, factor: float) -> Any:
+def _forward(p: Any, x: Any, factor: float, stages: Stages) -> Any:
     import jax
     import jax.numpy as jnp
 
@@ -68,7 +80,7 @@ def _forward(p: Any, x: Any, factor: float) -> Any:
         return y * p[f"{name}.scale"][:, None, None] + p[f"{name}.shift"][:, None, None]
 
     x = jax.nn.relu(conv("stem", x * factor, 2))
-    for stage, (blocks, _, stride) in enumerate(STAGES):
+    for stage, (blocks, _, stride) in enumerate(stages):
         for block in range(blocks):
             at, step = f"stage{stage}.block{block}", stride if block == 0 else 1
             y = jax.nn.relu(conv(f"{at}.a", x))

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.report import Bound, Measurement
-from benchmarks.resnets import resnet
+from benchmarks.resnets import SHORT_STAGES, STAGES, resnet
 from benchmarks.servers import rsrv_server
 
 MODELS = 20
@@ -26,17 +26,17 @@ MODELS = 20
 
 def restart(*, short: bool) -> Iterator[Measurement]:
     """Seconds to ready without and with a cache, in turns; every cold start begins with an empty one."""
-    models, rounds = (3, 1) if short else (MODELS, 3)
+    models, rounds, warm_starts = (2, 1, 1) if short else (MODELS, 3, 2)
     cold: list[float] = []
     warm: list[float] = []
     with TemporaryDirectory() as tmp:
         repo = Path(tmp) / "repo"
         for index in range(models):
-            resnet(repo, f"net{index:02}", seed=index)
+            resnet(repo, f"net{index:02}", seed=index, stages=SHORT_STAGES if short else STAGES)
         for round_ in range(rounds):
             cache = Path(tmp) / f"cache{round_}"
             cold.append(_seconds_to_ready(repo, cache))
-            warm += [_seconds_to_ready(repo, cache) for _ in range(2)]
+            warm += [_seconds_to_ready(repo, cache) for _ in range(warm_starts)]
         parts = _parts(repo, cache)
     seconds = {"cold_s": statistics.median(cold), "warm_s": statistics.median(warm)}
     yield Measurement(

@@ -35,7 +35,7 @@ def dispatch_overhead(*, short: bool) -> Iterator[Measurement]:
 
     32 requests are always in flight: with one request a dispatch (batch size 1), and merged.
     """
-    rounds, dispatches = (3, 500) if short else (15, 2000)
+    rounds, dispatches = (1, 200) if short else (15, 2000)
     for sizes, what in (((1,), "one request each"), (SIZES, "up to 32 requests each")):
         totals: list[float] = []
         devices: list[float] = []
@@ -65,7 +65,7 @@ def dispatch_overhead(*, short: bool) -> Iterator[Measurement]:
 
 def select_and_plan(*, short: bool) -> Iterator[Measurement]:
     """One choice and its plan, taken off the queues, under the fair discipline and the others."""
-    rounds = 500 if short else 5000
+    rounds = 50 if short else 5000
     for n_models, n_requests, bound in ((200, 1000, 60.0), (10, 50, 15.0)):
         medians = {}
         for discipline in get_args(Discipline):
@@ -83,7 +83,7 @@ def select_and_plan(*, short: bool) -> Iterator[Measurement]:
 
 def fair_shares(*, short: bool) -> Iterator[Measurement]:
     """Two saturated models weighted 3:1 beside 48 idle ones, for 20 s: how the device time is split."""
-    seconds = 2.0 if short else 20.0
+    seconds = 0.3 if short else 20.0
     for a, b in ((1, 1), (1, 3), (3, 1)):
         share, dispatches = _real_share(0.004 * a, 0.004 * b, seconds)
         yield Measurement(
@@ -100,7 +100,7 @@ def deadlines(*, short: bool) -> Iterator[Measurement]:
     No more than 1 / 1.2 of all can be met, and fifo comes close to that by giving up the tight ones: they tell the
     disciplines apart.
     """
-    sent = mixed_deadlines(4000 if short else 40000)
+    sent = mixed_deadlines(1000 if short else 40000)
     count = Counter(arrival.model for arrival in sent)
     fifo, edf = run_deadlines("fifo", sent).met, run_deadlines("edf", sent).met
     parts = {

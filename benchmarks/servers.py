@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -34,9 +34,18 @@ class Server:
         return f"127.0.0.1:{self.grpc_port}"
 
 
+def echo_server(threads: int, *, core: int = SERVER_CORE) -> AbstractContextManager[Server]:
+    return _bare("benchmarks.echo", str(threads), str(core))
+
+
+def relay(target: str, threads: int, form: str) -> AbstractContextManager[Server]:
+    """The gateway's control, ``blocking`` or ``future``."""
+    return _bare("benchmarks.relay", target, str(threads), str(SERVER_CORE), form)
+
+
 @contextmanager
-def echo_server(threads: int) -> Iterator[Server]:
-    command = [sys.executable, "-m", "benchmarks.echo", str(threads), str(SERVER_CORE)]
+def _bare(module: str, *arguments: str) -> Iterator[Server]:
+    command = [sys.executable, "-m", module, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -48,16 +57,32 @@ def echo_server(threads: int) -> Iterator[Server]:
         process.wait(30)
 
 
-@contextmanager
 def rsrv_server(
     repo: Path, *, environ: dict[str, str] | None = None, core: int | None = SERVER_CORE
-) -> Iterator[Server]:
+) -> AbstractContextManager[Server]:
     """`rsrv serve` of `repo` on free ports, waited for until it is ready."""
-    command = [sys.executable, "-m", "rsrv", "serve", str(repo), "--grpc-port", "0", "--http-port", "0"]
+    return _rsrv("serve", str(repo), log_directory=repo, environ=environ, core=core)
+
+
+def rsrv_gateway(
+    workers: Sequence[Server],
+    *arguments: str,
+    log_directory: Path,
+    environ: dict[str, str] | None = None,
+    core: int | None = SERVER_CORE,
+) -> AbstractContextManager[Server]:
+    """`rsrv gateway` in front of `workers` on free ports, waited for until it is ready."""
+    named = [word for worker in workers for word in ("--worker", worker.target)]
+    return _rsrv("gateway", *named, *arguments, log_directory=log_directory, environ=environ, core=core)
+
+
+@contextmanager
+def _rsrv(*arguments: str, log_directory: Path, environ: dict[str, str] | None, core: int | None) -> Iterator[Server]:
+    command = [sys.executable, "-m", "rsrv", *arguments, "--grpc-port", "0", "--http-port", "0"]
     if core is not None and os.path.exists("/usr/bin/taskset"):
         command = ["taskset", "-c", str(core), *command]
     # Several servers may serve one repository.
-    log = NamedTemporaryFile("w+", prefix=".server.", suffix=".log", dir=repo, delete=False)  # noqa: SIM115
+    log = NamedTemporaryFile("w+", prefix=".server.", suffix=".log", dir=log_directory, delete=False)  # noqa: SIM115
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -71,7 +96,7 @@ def rsrv_server(
         line = process.stdout.readline()
         if not line:
             log.seek(0)
-            raise RuntimeError(f"rsrv serve did not start:\n{log.read()[-4000:]}")
+            raise RuntimeError(f"rsrv {arguments[0]} did not start:\n{log.read()[-4000:]}")
         ports = json.loads(line)
         server = Server(process, ports["grpc_port"], ports["http_port"], Path(log.name))
         drain = threading.Thread(target=process.stdout.read, daemon=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from benchmarks import models
 from benchmarks.direct import direct_loop
 from benchmarks.load import INFER, ModelResult, Stream, drive, median_of, open_channel
 from benchmarks.report import Bound, Measurement
-from benchmarks.resnets import resnet
+from benchmarks.resnets import SHORT_STAGES, STAGES, resnet
 from benchmarks.servers import Server, rsrv_server, wait_ready
 from benchmarks.traced import Trace, traced_server
 from rsrv.core.status import WorkerStatus
@@ -34,9 +35,10 @@ SERVING = "a-serving"
 
 def full_batches(*, short: bool) -> Iterator[Measurement]:
     """32 clients with one row each and one thread for the device, against full batches in a loop without a server."""
-    rounds, seconds = (1, 2.0) if short else (10, 6.0)
+    rounds, seconds, warmup = (1, 0.3, 0.2) if short else (10, 6.0, 1.0)
+    made: dict[str, Any] = {"steps": 40, "batch_sizes": (1, CLIENTS)} if short else {}
     with TemporaryDirectory() as tmp, ExitStack() as stack:
-        bundle = models.rows(Path(tmp))
+        bundle = models.rows(Path(tmp), **made)
         stream = Stream("rows", join(encode_request("rows", [("x", np.ones((1, 64, 64), np.float32))])))
         direct = stack.enter_context(direct_loop(bundle, CLIENTS, 1))
         environ = {"RSRV_WORKER_RUNTIME_CPU_THREADS": "1"}
@@ -56,7 +58,7 @@ def full_batches(*, short: bool) -> Iterator[Measurement]:
                         in_flight=CLIENTS,
                         seconds=seconds,
                         server_pids=[server.pid],
-                        warmup_seconds=1.0,
+                        warmup_seconds=warmup,
                     )
                 )
         direct_rate = statistics.median(loop)
@@ -82,7 +84,7 @@ def beside_loading(*, short: bool) -> Iterator[Measurement]:
     The models are prepared by the server itself, which is ready before them. A trace counts what the dispatching
     threads had to do with it.
     """
-    rounds, seconds, others = (1, 2.0, 2) if short else (3, 15.0, 8)
+    rounds, seconds, others = (1, 0.5, 1) if short else (3, 15.0, 8)
     quiet, burner, compiling, loading, warming = (ModelResult(SERVING) for _ in range(5))
     traces = {"compiling": Trace(), "loading": Trace()}
     with TemporaryDirectory() as tmp:
@@ -90,7 +92,7 @@ def beside_loading(*, short: bool) -> Iterator[Measurement]:
         models.rows(alone, SERVING, steps=100, batch_sizes=(1,))
         models.rows(crowd, SERVING, steps=100, batch_sizes=(1,))
         for index in range(others):
-            resnet(crowd, f"net{index}", seed=index)
+            resnet(crowd, f"net{index}", seed=index, stages=SHORT_STAGES if short else STAGES)
         for round_ in range(rounds):
             cache = Path(tmp) / f"cache{round_}"
             with traced_server(alone, SERVING) as watched:
