@@ -51,7 +51,7 @@ docs: $(VENV)/.dev ## regenerate the generated parts of docs/
 bench: $(VENV)/.dev ## side-by-side measurements; BENCH="--short" for the short form
 	$(BIN)/python -m benchmarks $(BENCH)
 
-soak: $(VENV)/.dev ## a server under random, hostile and dying clients; SOAK="--seconds 30" for the short form
+soak: $(VENV)/.dev ## a server under random, hostile and dying clients; SOAK="--seconds 15" for the short form
 	$(BIN)/python -m soak $(SOAK)
 
 zoo: $(ZOO_ENV)/.ready ## export, check and serve real architectures, write docs/model-zoo.md; ZOO="--only NAME"

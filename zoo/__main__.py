@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from zoo.child import Order
@@ -14,7 +15,7 @@ from zoo.run import ROOT, Limits, run
 from zoo.scaling import MODEL, scaling_jobs
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zoo", description=__doc__)
     parser.add_argument("--only", metavar="NAME,…", help="these models; a * at the end takes all that begin so")
     parser.add_argument("--redo", action="store_true", help="also what the cache has as served")
@@ -25,7 +26,7 @@ def main() -> int:
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "model-zoo.md")
     parser.add_argument("--timeout", type=float, default=Limits.seconds, help="seconds for one model")
     parser.add_argument("--memory-gb", type=float, default=Limits.memory_gb, help="private memory of each process")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     models = all_models()
     if arguments.list:
         sys.stdout.write("".join(f"{name}\t{model.source}\t{model.weights}\n" for name, model in models.items()))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import CASES
+from benchmarks.__main__ import CASES, main
 from benchmarks.load import ModelResult
 from benchmarks.report import Bound, Measurement, record
 
@@ -30,11 +30,11 @@ def test_every_case_of_the_short_run_yields_finite_numbers_and_a_json_file(tmp_p
     assert {name: value for name, value in measured.items() if not math.isfinite(value)} == {}
 
 
-def test_an_unknown_case_is_a_usage_error():
-    command = [sys.executable, "-m", "benchmarks", "nonsense"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    assert "request-cost" in done.stderr
+def test_an_unknown_case_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["nonsense"])
+    assert ended.value.code == 2
+    assert "request-cost" in capsys.readouterr().err
 
 
 def test_quantiles_are_nearest_rank_in_milliseconds_and_bounds_compare():

@@ -1,4 +1,5 @@
 import pytest
+from support.audits import audit_process_of_the_file, one_audit_process  # noqa: F401
 from support.client_stub import StubServer
 
 from rsrv.cli import output

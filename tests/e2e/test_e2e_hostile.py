@@ -67,7 +67,7 @@ def test_the_soft_limit_on_open_files_is_raised():
         import resource
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-        from rsrv.serve.app import MAX_FILES, raise_file_limit
+        from rsrv.core.process import MAX_FILES, raise_file_limit
         raise_file_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, MAX_FILES), hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -168,31 +168,36 @@ def test_what_hooks_print_goes_to_stderr_and_blocks_nobody(tmp_path):
         assert "z" * 200_000 in server.log
 
 
-@pytest.mark.parametrize(
-    ("statement", "code"),
-    [
-        ("import sys; sys.exit(3)", "INTERNAL"),
-        ("raise KeyboardInterrupt", "INTERNAL"),
-        ("raise type('Mine', (BaseException,), {})('secret')", "INTERNAL"),
-        ("inputs['x'][...] = 5", "INTERNAL"),
-        ("return preprocess(inputs)", "INTERNAL"),
-    ],
+BAD_HOOKS = (
+    "import sys; sys.exit(3)",
+    "raise KeyboardInterrupt",
+    "raise type('Mine', (BaseException,), {})('secret')",
+    "inputs['x'][...] = 5",
+    "return preprocess(inputs)",
 )
-def test_a_hook_that_does_what_it_must_not_fails_its_request_and_the_next_one_is_served(
-    tmp_path, repo, statement, code
-):
-    write_affine(
-        tmp_path / "m", batch_sizes=(1,), hooks=f"def preprocess(inputs):\n    {statement}\n    return inputs\n"
-    )
-    (tmp_path / "affine").symlink_to(repo / "affine")
-    with ServerProcess(tmp_path) as server:
+
+
+@pytest.fixture(scope="module")
+def badly_hooked(tmp_path_factory):
+    repo = tmp_path_factory.mktemp("hooked")
+    for number, statement in enumerate(BAD_HOOKS):
+        hooks = f"def preprocess(inputs):\n    {statement}\n    return inputs\n"
+        write_affine(repo / f"bad{number}", batch_sizes=(1,), hooks=hooks)
+    write_affine(repo / "affine", batch_sizes=(1,))
+    with ServerProcess(repo) as server:
         server.wait_settled()
-        with pytest.raises(grpc.RpcError) as caught:
-            infer(server, "m", [("x", ONES)])
-        assert caught.value.code().name == code
-        assert "secret" not in caught.value.details()
-        assert server.metric("rsrv_worker_inflight_requests") == 0
+        yield server
         assert server.stop() == 0
+
+
+@pytest.mark.parametrize("number", range(len(BAD_HOOKS)), ids=BAD_HOOKS)
+def test_a_hook_that_does_what_it_must_not_fails_its_request_and_the_next_one_is_served(badly_hooked, number):
+    with pytest.raises(grpc.RpcError) as caught:
+        infer(badly_hooked, f"bad{number}", [("x", ONES)])
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in caught.value.details()
+    assert badly_hooked.metric("rsrv_worker_inflight_requests") == 0
+    np.testing.assert_array_equal(infer(badly_hooked, "affine", [("x", ONES)])["y"], ONES * 3)
 
 
 # --- shared memory --------------------------------------------------------------------------------------------------

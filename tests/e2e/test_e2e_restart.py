@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import stat
 import threading
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -32,9 +34,36 @@ def repo(tmp_path_factory):
     return repo
 
 
+@pytest.fixture(scope="module")
+def first(repo, tmp_path_factory):
+    """A first start with an empty cache: the cache that it left, and what it said."""
+    cache_dir = tmp_path_factory.mktemp("first") / "cache"
+    with serve(repo, cache_dir) as server:
+        progress = server.wait_ready()["progress"]
+        answers(server)
+        readyz = server.http("/readyz")
+        loaded = {
+            source: server.metric("rsrv_worker_programs_loaded_total", source=source)
+            for source in ("compiled", "shared")
+        }
+        stored = server.metric("rsrv_worker_cache_stored_total")
+        server.wait_settled()  # ready comes before the last line of the start
+        code = server.stop()
+    return SimpleNamespace(
+        cache_dir=cache_dir, progress=progress, readyz=readyz, loaded=loaded, stored=stored, code=code, log=server.log
+    )
+
+
 @pytest.fixture
 def cache_dir(tmp_path):
+    """Where there is nothing yet."""
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def warm_dir(first, cache_dir):
+    """A copy of the cache that the first start left."""
+    return shutil.copytree(first.cache_dir, cache_dir)
 
 
 def serve(repo, cache_dir, **more):
@@ -62,19 +91,25 @@ def warnings(server, about="cache"):
     return [line for line in server.log.splitlines() if " WARNING " in line and about in line]
 
 
-def test_a_second_start_takes_every_program_from_the_cache_and_answers_the_same(repo, cache_dir):
-    with serve(repo, cache_dir) as server:
-        body = server.wait_ready()
-        assert body["progress"]["programs"] == body["progress"]["compiled"] == 5
-        assert body["progress"]["from_cache"] == 0
-        answers(server)
-        assert server.metric("rsrv_worker_programs_loaded_total", source="compiled") == 3
-        assert server.metric("rsrv_worker_programs_loaded_total", source="shared") == 2
-        assert server.metric("rsrv_worker_cache_stored_total") == 3
-        assert server.stop() == 0
-    assert len(entries(cache_dir)) == 3
-    assert stat.S_IMODE((cache_dir / DIRECTORY).stat().st_mode) == 0o700
-    with serve(repo, cache_dir) as server:
+def test_a_first_start_compiles_every_program_and_keeps_it(first):
+    assert first.progress["programs"] == first.progress["compiled"] == 5
+    assert first.progress["from_cache"] == 0
+    assert first.loaded == {"compiled": 3, "shared": 2}
+    assert first.stored == 3
+    assert first.code == 0
+    assert len(entries(first.cache_dir)) == 3
+    assert stat.S_IMODE((first.cache_dir / DIRECTORY).stat().st_mode) == 0o700
+
+
+def test_readyz_and_the_log_count_programs(first):
+    status, body = first.readyz
+    assert status == 200
+    assert json.loads(body)["progress"]["programs"] == 5
+    assert "programs='compiled 5/5'" in first.log
+
+
+def test_a_second_start_takes_every_program_from_the_cache_and_answers_the_same(repo, warm_dir):
+    with serve(repo, warm_dir) as server:
         body = server.wait_ready()
         assert body["progress"]["compiled"] == 5
         assert body["progress"]["from_cache"] >= 3
@@ -88,39 +123,28 @@ def test_a_second_start_takes_every_program_from_the_cache_and_answers_the_same(
         assert not warnings(server)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda file: file.write_bytes(file.read_bytes()[:-7]),
-        lambda file: file.write_bytes(file.read_bytes()[:-7] + b"flipped"),
-    ],
-    ids=["truncated", "flipped"],
-)
-def test_a_damaged_entry_is_one_warning_and_one_compilation(repo, cache_dir, damage):
-    with serve(repo, cache_dir) as server:
-        server.wait_ready()
-        assert server.stop() == 0
-    damage(entries(cache_dir)[0])
-    with serve(repo, cache_dir) as server:
+def test_a_damaged_entry_is_one_warning_and_one_compilation(repo, warm_dir):
+    truncated, flipped, _ = entries(warm_dir)
+    truncated.write_bytes(truncated.read_bytes()[:-7])
+    flipped.write_bytes(flipped.read_bytes()[:-7] + b"flipped")
+    with serve(repo, warm_dir) as server:
         server.wait_ready()
         answers(server)
-        assert server.metric("rsrv_worker_programs_loaded_total", source="compiled") == 1
-        assert server.metric("rsrv_worker_cache_lookups_total", result="rejected") == 1
+        assert server.metric("rsrv_worker_programs_loaded_total", source="compiled") == 2
+        assert server.metric("rsrv_worker_cache_lookups_total", result="rejected") == 2
         assert server.stop() == 0
-        assert len(warnings(server)) == 1
-    with serve(repo, cache_dir) as server:
+        assert len(warnings(server)) == 2
+        for entry in (truncated, flipped):
+            assert sum(entry.stem in line for line in warnings(server)) == 1
+    with serve(repo, warm_dir) as server:
         server.wait_ready()
         assert server.metric("rsrv_worker_programs_loaded_total", source="compiled") == 0
         assert server.stop() == 0
 
 
-def test_what_was_compiled_for_other_threads_or_options_is_compiled_anew(repo, cache_dir):
-    for more in (
-        {},
-        {"RUNTIME_CPU_THREADS": "1"},
-        {"RUNTIME_XLA_OPTIONS": "xla_cpu_enable_fast_math=false"},
-    ):
-        with serve(repo, cache_dir, **more) as server:
+def test_what_was_compiled_for_other_threads_or_options_is_compiled_anew(repo, warm_dir):
+    for more in ({"RUNTIME_CPU_THREADS": "1"}, {"RUNTIME_XLA_OPTIONS": "xla_cpu_enable_fast_math=false"}):
+        with serve(repo, warm_dir, **more) as server:
             server.wait_ready()
             assert server.metric("rsrv_worker_programs_loaded_total", source="compiled") == 3
             assert server.stop() == 0
@@ -159,13 +183,12 @@ def test_two_servers_may_start_on_one_empty_cache_at_the_same_time(repo, cache_d
 
 
 def test_an_option_that_xla_does_not_know_is_a_configuration_error_that_names_it(repo, cache_dir):
-    for option, words in (("xla_cpu_no_such_flag=1", "No such compile option: 'xla_cpu_no_such_flag'"),
-                          ("xla_cpu_enable_fast_math=perhaps", "'perhaps' is not a valid bool value")):  # fmt: skip
-        server = serve(repo, cache_dir, RUNTIME_XLA_OPTIONS=option)
-        with pytest.raises(AssertionError, match="ended with 78"), server:
-            pass
-        assert words in server.log
-        assert "runtime.xla_options" in server.log
+    """One with a value that it does not take is another: tests/runtime/test_runtime_options.py."""
+    server = serve(repo, cache_dir, RUNTIME_XLA_OPTIONS="xla_cpu_no_such_flag=1")
+    with pytest.raises(AssertionError, match="ended with 78"), server:
+        pass
+    assert "No such compile option: 'xla_cpu_no_such_flag'" in server.log
+    assert "runtime.xla_options" in server.log
 
 
 def test_options_reach_every_compilation(repo, tmp_path):
@@ -175,14 +198,3 @@ def test_options_reach_every_compilation(repo, tmp_path):
         answers(server)
         assert server.stop() == 0
     assert any(name.endswith(".txt") for name in os.listdir(dump))
-
-
-def test_readyz_and_the_log_count_programs(repo, cache_dir):
-    with serve(repo, cache_dir) as server:
-        server.wait_ready()
-        status, body = server.http("/readyz")
-        assert status == 200
-        assert json.loads(body)["progress"]["programs"] == 5
-        server.wait_settled()  # ready comes before the last line of the start
-        assert server.stop() == 0
-        assert "programs='compiled 5/5'" in server.log

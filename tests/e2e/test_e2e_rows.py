@@ -11,7 +11,7 @@ triton = pytest.importorskip("tritonclient.grpc")
 from tritonclient.utils import InferenceServerException  # noqa: E402
 
 CLIENTS = 32
-REQUESTS = 10_000
+REQUESTS = 4_000
 
 
 def tensor(array, name="x", datatype="FP32"):

@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 
 import pytest
+from support.audits import audit_process_of_the_file, one_audit_process  # noqa: F401
 
 from rsrv.audit.programs import parse_pool
 from rsrv.runtime import CompilePool, PjrtDevice

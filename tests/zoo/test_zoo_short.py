@@ -1,10 +1,7 @@
 """The short form of ``make zoo``: two models that need PyTorch alone, and what is done with results."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +11,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
+from zoo.__main__ import main
 from zoo.child import XLA, Order
 from zoo.models import all_models, find
 from zoo.phases import DECOMPOSE, EXPORT, LOWER, SERIALISE, STEPS, TOTAL, Clock
@@ -24,8 +22,6 @@ from zoo.scaling import scaling_jobs, scaling_of
 from zoo.weights import calibrate, enliven
 
 pytestmark = pytest.mark.torch
-
-ROOT = Path(__file__).parents[2]
 
 RESULT = Result(
     "plain-conv",
@@ -44,13 +40,11 @@ RESULT = Result(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_models_are_exported_checked_served_and_written_to_the_document(tmp_path):
+def test_two_models_are_exported_checked_served_and_written_to_the_document(tmp_path, capfd):
     cache, written = tmp_path / "results.jsonl", tmp_path / "zoo.md"
-    command = [sys.executable, "-m", "zoo", "--only", "plain-conv,plain-attention"]
-    command += ["--cache", str(cache), "--document", str(written)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    log = cache.with_suffix(".log")
-    assert done.returncode == 0, f"{done.stderr}\n{log.read_text() if log.exists() else ''}"
+    arguments = ["--only", "plain-conv,plain-attention", "--cache", str(cache), "--document", str(written)]
+    code, log = main(arguments), cache.with_suffix(".log")
+    assert code == 0, f"{capfd.readouterr().err}\n{log.read_text() if log.exists() else ''}"
     results = read(cache)
     assert list(results) == ["plain-conv", "plain-attention"]
     for result in results.values():
@@ -61,9 +55,9 @@ def test_two_models_are_exported_checked_served_and_written_to_the_document(tmp_
         assert set(STEPS) | {TOTAL, XLA} == set(result.cpu)
         assert result.cpu[TOTAL] >= result.cpu[EXPORT] + result.cpu[DECOMPOSE]
     assert "2 of 2 models are exported, checked and served" in written.read_text()
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert again.returncode == 0
-    assert "…" not in again.stderr, "what the cache has is not done again"
+    assert "…" in capfd.readouterr().err
+    assert main(arguments) == 0
+    assert "…" not in capfd.readouterr().err, "what the cache has is not done again"
 
 
 @pytest.mark.slow
@@ -150,11 +144,11 @@ def test_the_list_needs_none_of_the_packages_and_has_models_of_each_source():
         find("tv-resnet500")
 
 
-def test_an_unknown_name_is_a_usage_error():
-    command = [sys.executable, "-m", "zoo", "--only", "nonsense"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    assert "the zoo has no 'nonsense'; python -m zoo --list shows what it has" in done.stderr
+def test_an_unknown_name_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--only", "nonsense"])
+    assert ended.value.code == 2
+    assert "the zoo has no 'nonsense'; python -m zoo --list shows what it has" in capsys.readouterr().err
 
 
 def test_a_head_that_begins_at_zero_answers_after_it_was_enlivened():
