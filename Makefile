@@ -8,7 +8,8 @@ OLD_TRITON := .venv-tritonclient-2.50
 ZOO_ENV := .venv-zoo
 GPU_ENV := .venv-gpu
 GPU_PYTHON ?= $(GPU_ENV)/bin/python
-TEST_PROCESSES ?= 2
+# One more than CI has cores: a sixth of the time tests wait for processes, timeouts and disks.
+TEST_PROCESSES ?= 3
 
 .PHONY: demo test test-newest test-gpu check lint format pytest examples protos docs bench soak zoo clean
 
