@@ -13,8 +13,16 @@ from benchmarks.load import ModelResult
 from benchmarks.report import Bound, Measurement, record
 
 ROOT = Path(__file__).parents[2]
-LONG = {"restart", "beside-loading", "catalogue", "gateway-packing"}
-"""Cases whose short form takes a minute and a half together; end-to-end tests do what they do, and look at answers."""
+LONG = {
+    "restart",
+    "full-batches",
+    "beside-loading",
+    "catalogue",
+    "shared-host-weights",
+    "gateway-fleet",
+    "gateway-packing",
+}
+"""Cases whose short form takes more than ten seconds; end-to-end tests do what they do, and look at the answers."""
 
 
 @pytest.mark.slow
