@@ -26,7 +26,6 @@ def main() -> int:
     parser.add_argument("--steady", type=int, default=2, help="client processes of 8 threads that live to the end")
     parser.add_argument("--mortal", type=int, default=2, help="client processes of 4 threads that are killed")
     parser.add_argument("--small-budget", action="store_true", help="the device holds the largest model and no other")
-    parser.add_argument("--models", type=Path, help="folder for the models, where a later run finds them")
     parser.add_argument("--json", type=Path, help="file for the record of the run")
     parser.add_argument("--log", type=Path, help="file for the server's log")
     arguments = parser.parse_args()
@@ -44,7 +43,6 @@ def main() -> int:
             mortal=arguments.mortal,
             say=say,
             small_budget=arguments.small_budget,
-            exported=arguments.models,
         )
     show(record, Console())
     if arguments.log:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 import urllib.request
@@ -116,19 +115,17 @@ def soak(
     mortal: int,
     say: Callable[[str], None],
     small_budget: bool = False,
-    exported: Path | None = None,
 ) -> Record:
     """Run clients against a server for `seconds`, after a warm-up of a fifth of that; `folder` has to be empty.
 
     With a `small_budget` the device holds the weights of the largest model alone, or some of the others, and files of
-    weights are damaged after a third of the time. Models that are in `exported` already are taken from there.
+    weights are damaged after a third of the time.
     """
-    repo, exported = folder / "models", exported or folder / "exported"
+    repo = folder / "models"
+    repo.mkdir()
     for model in models().values():
-        if not (exported / model.name).exists():
-            say(f"export {model.name}")
-            model.write(exported)
-    shutil.copytree(exported, repo)
+        say(f"export {model.name}")
+        model.write(repo)
     present = set(shared_memory())
     environ = ENVIRON | (_budget() if small_budget else {})
     vandal = Vandal(repo) if small_budget else None

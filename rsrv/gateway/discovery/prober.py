@@ -282,12 +282,10 @@ class Prober:
         if not ready or (mode.needs_poll and not reports):
             return
         notes: Iterable[tuple[int, str]] = ()
-        take_notes = getattr(mode, "take_notes", None)
         try:
             with self._router.lock:
                 mode.tick(ready, Poll(reports), self._clock())
-                if take_notes is not None:
-                    notes = take_notes()
+                notes = mode.take_notes()
         except Exception:
             log.exception("the scheduling mode %s failed in its tick and goes on as it was", mode.name)
         for level, text in notes:

@@ -46,6 +46,9 @@ class Mode(Protocol):
         """One round of the prober: the workers that are ready, sorted, and what they report (empty without
         `needs_poll`). `now` is monotonic seconds."""
 
+    def take_notes(self) -> list[tuple[int, str]]:
+        """What is to be logged since the last call, as (level, text); the caller does it without the lock."""
+
     def forget(self, url: str) -> None:
         """The worker has left the fleet for good."""
 

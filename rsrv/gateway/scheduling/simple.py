@@ -43,6 +43,9 @@ class RoundRobin:
     def tick(self, ready: Sequence[str], poll: Poll, now: float) -> None:
         """Nothing to do."""
 
+    def take_notes(self) -> list[tuple[int, str]]:
+        return []
+
     def forget(self, url: str) -> None:
         """Nothing is kept."""
 
@@ -111,6 +114,9 @@ class LeastOutstanding:
         self._loads.retain(ready)
         if self.needs_poll:
             self._costs.update(poll, self._halflife)
+
+    def take_notes(self) -> list[tuple[int, str]]:
+        return []
 
     def forget(self, url: str) -> None:
         self._loads.drop(url)
