@@ -15,7 +15,7 @@ from support.server import ServerProcess
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-tritonclient-2.50"
 PROGRAM = ENVIRONMENT / "bin" / "perf_analyzer"
 LIBRARIES = ("libcudart.so.12", "libb64.so.0d")
-CONCURRENCY = 4
+CONCURRENCY = "4"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def server(tmp_path_factory):
 
 def run(server, environ, *arguments):
     """With four requests at a time; whether its measurement settles is not our concern."""
-    command = [PROGRAM, "-m", "pair", "-u", server.url, "-i", "grpc", "--concurrency-range", str(CONCURRENCY), *arguments]
+    command = [PROGRAM, "-m", "pair", "-u", server.url, "-i", "grpc", "--concurrency-range", CONCURRENCY, *arguments]
     command += ["--measurement-mode", "count_windows", "--measurement-request-count", "50", "-s", "999", "-r", "3"]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150)
 
@@ -70,7 +70,7 @@ def test_it_completes_inline_and_the_outputs_are_what_it_was_told_to_expect(serv
     report = report_of(run(server, environ, "--input-data", data))
     assert report["Throughput"] > 0
     # The server's count is the difference of two readings: of each of the four slots, one request may fall beside it.
-    assert report["Successful request count"] >= report["Request count"] - CONCURRENCY
+    assert report["Successful request count"] >= report["Request count"] - int(CONCURRENCY)
     assert report["Inference count"] >= report["Execution count"] > 0
 
 
