@@ -182,6 +182,32 @@ class DeadlineExceeded(RsrvError):
     code, reason = Code.DEADLINE_EXCEEDED, "deadline"
 
 
+class PoolAcquireTimeout(DeadlineExceeded):
+    """The deadline passed while a request waited for room in a pool of buffers.
+
+    Attributes:
+        span: how many adjacent slots it waited for.
+        waited: seconds that it waited.
+    """
+
+    reason = "pool_timeout"
+
+    def __init__(self, span: int, waited: float) -> None:
+        slots = "slot" if span == 1 else f"{span} adjacent slots"
+        super().__init__(
+            f"no {slots} of the buffer pool came free in {waited:.3g} s",
+            hint="give the pool more slots (client_init(n_slots=…)), or the request more time",
+        )
+        self.span = span
+        self.waited = waited
+
+
+class PoolWithdrawn(RsrvError):
+    """A pool of buffers will never again have so many adjacent slots to lend: make another one."""
+
+    code, reason = Code.RESOURCE_EXHAUSTED, "pool_withdrawn"
+
+
 class Cancelled(RsrvError):
     code, reason = Code.CANCELLED, "cancelled"
 
@@ -209,6 +235,12 @@ class UnregisteredRegion(RsrvError):
             f"unregistered shared memory region {region!r}", hint="register the region with this server and send again"
         )
         self.region = region
+
+
+class ShmUnrecoverable(RsrvError):
+    """A server does not keep our shared memory: registering it again failed, or did not help."""
+
+    code, reason = Code.FAILED_PRECONDITION, "shm_unrecoverable"
 
 
 class RegionLimit(RsrvError):
@@ -371,8 +403,28 @@ class UsageError(RsrvError):
     code, reason, exit_code = Code.INVALID_ARGUMENT, "usage", 2
 
 
+class IOMismatch(UsageError):
+    """What an IO sends or reads is not what the model takes or gives; the message lists everything that was found.
+
+    Attributes:
+        findings: the same one by one, warnings included.
+    """
+
+    reason = "io_mismatch"
+
+    def __init__(self, message: str, *, findings: tuple[object, ...] = (), hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.findings = findings
+
+
 class ServerUnreachable(RsrvError):
     code, reason, exit_code = Code.UNAVAILABLE, "unreachable", 3
+
+
+class TlsFailed(ServerUnreachable):
+    """Client and server do not agree on a TLS connection; another attempt ends the same."""
+
+    reason = "tls"
 
 
 class ConfigError(RsrvError):

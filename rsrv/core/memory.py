@@ -16,6 +16,11 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 
+def aligned(n_bytes: int) -> int:
+    """`n_bytes` rounded up to a multiple of `ALIGNMENT`."""
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def aligned_empty(shape: int | Sequence[int], dtype: Any, *, align: int = ALIGNMENT) -> np.ndarray:
     """An uninitialised C-order array whose data pointer is a multiple of `align`, a power of two."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -23,8 +28,8 @@ def aligned_empty(shape: int | Sequence[int], dtype: Any, *, align: int = ALIGNM
     n_bytes = math.prod(shape) * dtype.itemsize
     block = np.empty(n_bytes + align, np.uint8)
     # Two slices: numpy moves an empty slice to the start of what it is taken from.
-    aligned = block[-address(block) % align :][:n_bytes]
-    array: np.ndarray = aligned.view(dtype).reshape(shape)
+    part = block[-address(block) % align :][:n_bytes]
+    array: np.ndarray = part.view(dtype).reshape(shape)
     return array
 
 

@@ -8,8 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rsrv.core.memory import address, aligned_empty, trim_malloc, tune_malloc
+from rsrv.core.memory import address, aligned, aligned_empty, trim_malloc, tune_malloc
 from rsrv.core.staging import StagingPool, size_class
+
+
+def test_alignment_rounds_up():
+    assert [aligned(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
 
 
 @pytest.mark.parametrize("align", [64, 4096])

@@ -8,8 +8,10 @@ from rsrv._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "BufferPool": ".pool",
         "Lease": ".registry",
         "OwnedRegion": ".owned",
+        "PoolSlot": ".slot",
         "Region": ".registry",
         "RegionRegistry": ".registry",
         "RegionStatus": ".registry",

@@ -28,16 +28,17 @@ class OwnedRegion:
         self._unlink = weakref.finalize(self, _unlink_own, name, os.getpid())
 
     @classmethod
-    def create(cls, prefix: str, n_bytes: int) -> OwnedRegion:
-        """Create ``/rsrv-<prefix>-<pid>-<16 hex digits>`` with `n_bytes` of zeros, readable by this user only.
+    def create(cls, prefix: str, n_bytes: int, *, key: str | None = None) -> OwnedRegion:
+        """Create ``/rsrv-<prefix>-<pid>-<16 hex digits>``, or `key`, with `n_bytes` of zeros, for this user only.
 
-        Raises ValueError for a prefix that cannot stand in a name, OSError when the system refuses (ENOSPC: no room).
+        Raises ValueError for what cannot be a name, OSError when the system refuses (ENOSPC: no room, EEXIST: `key`
+        is in use).
         """
         if n_bytes <= 0:
             raise ValueError(f"a shared memory region needs at least 1 byte, not {n_bytes}")
-        name = f"rsrv-{prefix}-{os.getpid()}-{secrets.token_hex(8)}"
+        name = key if key is not None else f"rsrv-{prefix}-{os.getpid()}-{secrets.token_hex(8)}"
         try:
-            object_name(name)
+            name = object_name(name)
         except InvalidRequest as error:
             raise ValueError(error.message) from None
         fd = os.open(DIRECTORY + name, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o600)
@@ -58,6 +59,10 @@ class OwnedRegion:
     def key(self) -> str:
         """What a server registers."""
         return "/" + self.name
+
+    def unlink(self) -> None:
+        """Remove the name, so that nobody can open the object any more; who mapped it keeps it. Idempotent."""
+        self._unlink()
 
     def close(self) -> None:
         """Unlink the object and unmap it, or leave the unmapping to the last array that still looks at it."""
