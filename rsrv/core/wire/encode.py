@@ -17,7 +17,7 @@ from rsrv.core.dtypes import DType
 from rsrv.core.errors import InvalidRequest
 from rsrv.core.tensors import OutputTarget
 from rsrv.core.wire.headers import BYTE_SIZE_PARAM, OFFSET_PARAM, REGION_PARAM, RequestedOutput
-from rsrv.core.wire.parameters import ParameterValue, write_parameters
+from rsrv.core.wire.parameters import INT64_MAX, ParameterValue, write_parameters
 from rsrv.protos import inference
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def encode_request(
 
     Raises InvalidRequest for an array of a dtype that cannot travel.
     """
-    head = [_string(b"\x0a", model), _string(b"\x1a", id), _parameters(parameters)]
+    head = [_name(model), _string(b"\x1a", id), _parameters(parameters)]
     arrays = []
     for entry in inputs:
         if isinstance(entry, ShmInput):
@@ -65,7 +65,7 @@ def encode_request(
             head.append(tensor_record(entry.name, wire_name(entry.name, entry.dtype), tuple(entry.shape), target))
         else:
             name, array = entry
-            head.append(tensor_record(name, wire_name(name, array.dtype), array.shape, None))
+            head.append(_array_record(name, array.dtype, array.shape))
             arrays.append(array)
     for output in outputs:
         requested = RequestedOutput(output) if isinstance(output, str) else output
@@ -94,7 +94,7 @@ def encode_response(
     placed = {name: target for name, _ in outputs if (target := targets.get(name)) is not None} if targets else {}
     if placed:
         _write_outputs(outputs, placed, regions)
-    head = [_string(b"\x0a", model_name), _string(b"\x1a", request_id), _parameters(parameters)]
+    head = [_name(model_name), _string(b"\x1a", request_id), _parameters(parameters)]
     arrays: list[np.ndarray | None] = []
     for name, array in outputs:
         target = placed.get(name)
@@ -129,6 +129,11 @@ def tensor_record(name: str, datatype: str, shape: tuple[int, ...], target: Outp
     if target is not None:
         write_parameters(_region_parameters(target), tensor.parameters)
     return message.SerializeToString(deterministic=True)
+
+
+@lru_cache(_MEMO_ENTRIES)
+def _array_record(name: str, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> bytes:
+    return tensor_record(name, wire_name(name, dtype), shape, None)
 
 
 @lru_cache(_MEMO_ENTRIES)
@@ -194,9 +199,21 @@ def _view(array: np.ndarray) -> memoryview:
 def _parameters(parameters: Mapping[str, ParameterValue]) -> bytes:
     if not parameters:
         return b""
+    if len(parameters) == 1:  # a deadline, which every request has and which is never the same
+        ((name, value),) = parameters.items()
+        if name and type(value) is int and 0 <= value <= INT64_MAX:
+            number = b"\x10" + _varint(value)
+            entry = _name(name) + b"\x12" + _varint(len(number)) + number
+            return b"\x22" + _varint(len(entry)) + entry
     message = inference.ModelInferRequest()
     write_parameters(parameters, message.parameters)
     return message.SerializeToString(deterministic=True)
+
+
+@lru_cache(_MEMO_ENTRIES)
+def _name(text: str) -> bytes:
+    """Field 1: the model of a message, the key of a parameter."""
+    return _string(b"\x0a", text)
 
 
 def _string(tag: bytes, text: str) -> bytes:
@@ -206,7 +223,12 @@ def _string(tag: bytes, text: str) -> bytes:
     return tag + _varint(len(data)) + data
 
 
+_ONE_BYTE = [bytes((value,)) for value in range(0x80)]
+
+
 def _varint(value: int) -> bytes:
+    if value < 0x80:
+        return _ONE_BYTE[value]
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

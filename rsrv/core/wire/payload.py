@@ -62,7 +62,9 @@ def from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...]) -> np.nd
 
     Bytes other than 0 and 1 of a BOOL tensor become True (in a copy). Raises InvalidRequest.
     """
-    plan = sized_layout(datatype, shape, len(data))
+    plan = layout(datatype, shape)
+    if len(data) != plan.byte_size:
+        sized_layout(datatype, shape, len(data))  # says what is wrong
     if plan.dtype is DType.BOOL and plan.elements:
         flags = np.ndarray(shape, np.uint8, data)
         if flags.max() > 1:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from rsrv.core.dtypes import DType
 from rsrv.core.errors import InvalidRequest, InvalidResponse
-from rsrv.core.wire.headers import OutputHeader, read_output
+from rsrv.core.tensors import OutputTarget
+from rsrv.core.wire.headers import OutputHeader, RequestedOutput, read_output
 from rsrv.core.wire.parameters import ParameterValue, read_parameters
 from rsrv.core.wire.payload import from_bytes, from_typed
 from rsrv.core.wire.scan import Records, scan
@@ -47,13 +51,28 @@ class ResponseMessage:
                 return _array(output, data)
         raise KeyError(name)
 
-    def _raw_by_output(self) -> list[memoryview | None]:
+    def with_places(self, requested: Iterable[str | RequestedOutput]) -> ResponseMessage:
+        """This response, where outputs that come without bytes are at the place that was `requested` for them.
+
+        Triton writes to that place and does not repeat it in its answer, as our servers do.
+        """
+        if (self.raw and all(self.raw)) or len(self.raw) not in (0, len(self.outputs)):
+            return self
+        offered = {output.name: output.target for output in requested if not isinstance(output, str)}
+        raw: Sequence[memoryview | None] = self.raw or [None] * len(self.outputs)
+        outputs = [
+            output if data else _at(output, offered.get(output.name))
+            for output, data in zip(self.outputs, raw, strict=True)
+        ]
+        return replace(self, outputs=outputs)
+
+    def _raw_by_output(self) -> Sequence[memoryview | None]:
         """The raw entry of each output: one per output, or (older servers) one per output that came inline."""
         outputs, raw = self.outputs, self.raw
         if not raw:
             return [None] * len(outputs)
         if len(raw) == len(outputs):
-            return [*raw]
+            return raw
         inline = sum(output.target is None for output in outputs)
         if len(raw) != inline:
             raise InvalidResponse(
@@ -105,6 +124,17 @@ def _from_protobuf(body: bytes | memoryview) -> ResponseMessage:
 
 def _parse_output(record: bytes) -> OutputHeader:
     return read_output(inference.ModelInferResponse.FromString(record).outputs[0])
+
+
+def _at(output: OutputHeader, offered: OutputTarget | None) -> OutputHeader:
+    """`output`, which has no raw bytes, at the place `offered`, unless it says itself where its bytes are."""
+    if offered is None or output.target is not None or output.contents is not None:
+        return output
+    try:
+        n_bytes = prod(output.shape) * DType.from_wire(output.datatype).itemsize
+    except InvalidRequest:  # for whoever reads it
+        return output
+    return output._replace(target=OutputTarget(offered.region, offered.offset, n_bytes)) if n_bytes else output
 
 
 _output = lru_cache(_MEMO_ENTRIES)(_parse_output)
