@@ -1,71 +1,15 @@
-"""The budget of second attempts: a share of the traffic, so that a fleet in trouble is not asked everything twice."""
+"""The gateway's budget of second attempts, from its configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock
 
 from rsrv.core.config.gateway import RetriesConfig
-
-_SLICES = 10
-_HEDGES = 0.5
-"""Share of the budget at which no request is hedged any more."""
-_LOOK_EVERY = 32
-"""Requests after which the clock is looked at; fewer in a window than that earn less than `minimum` anyway."""
+from rsrv.core.retries import AttemptBudget
 
 
-class RetryBudget:
-    """Second attempts in the last window ≤ ``minimum`` + ``ratio`` × requests in it. Thread safe.
-
-    The window moves in tenths, so that what counts is a list of twenty numbers.
-    """
+class RetryBudget(AttemptBudget):
+    """An `AttemptBudget` for retries and hedges of all models together."""
 
     def __init__(self, config: RetriesConfig, clock: Callable[[], float]) -> None:
-        self._config = config
-        self._clock = clock
-        self._lock = Lock()
-        self._requests = [0] * _SLICES
-        self._retries = [0] * _SLICES
-        self._slice = self._now()
-        self._present = 0
-        """Requests of the present slice, which the request path counts without a lock."""
-        self.total = 0
-        """Second attempts so far, hedges included."""
-        self.refused = 0
-        """Second attempts that there was no budget for."""
-
-    def request(self) -> None:
-        """A request has come in. A lost update, when two threads count at once, makes the budget a little smaller."""
-        self._present += 1
-        if self._present % _LOOK_EVERY == 0:
-            with self._lock:
-                self._advance()
-
-    def take(self, *, hedge: bool = False) -> bool:
-        """Whether a second attempt may be made now; counts it. One that is only to be quicker (`hedge`) leaves half of
-        the budget to those without which a client gets an error."""
-        with self._lock:
-            self._advance()
-            allowed = self._config.minimum + self._config.ratio * (sum(self._requests) + self._present)
-            if sum(self._retries) + 1 > (allowed * _HEDGES if hedge else allowed):
-                self.refused += not hedge
-                return False
-            self._retries[self._slice % _SLICES] += 1
-            self.total += 1
-            return True
-
-    def _now(self) -> int:
-        return int(self._clock() / self._config.window_seconds * _SLICES)
-
-    def _advance(self) -> None:
-        now = self._now()
-        if now == self._slice:
-            return
-        present, self._present = self._present, 0
-        self._requests[self._slice % _SLICES] = present
-        for passed in range(self._slice + 1, min(now, self._slice + _SLICES) + 1):
-            self._requests[passed % _SLICES] = 0
-            self._retries[passed % _SLICES] = 0
-        if now - self._slice > _SLICES:
-            self._requests, self._retries = [0] * _SLICES, [0] * _SLICES
-        self._slice = now
+        super().__init__(ratio=config.ratio, minimum=config.minimum, window_seconds=config.window_seconds, clock=clock)
