@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rsrv.client.connection import Connection, Handle, message_of
+from rsrv.core.dtypes import DType
+from rsrv.core.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,23 @@ class ModelCounts:
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """A tensor of a model: KServe datatype and wire shape, row-major, with -1 for batch and variable axes."""
+    """A tensor of a model: KServe datatype and wire shape, row-major, with -1 for batch and variable axes.
+
+    `batch_axis` is the axis of `shape` that counts rows, None when there is none or the server does not say.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    batch_axis: int | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """None for a datatype that only other servers have."""
+        try:
+            return DType.from_wire(self.datatype).numpy
+        except InvalidRequest:
+            return None
 
     def describe(self) -> str:
         """``x FP32[-1,3]``"""
@@ -51,12 +67,28 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """The tensors that callers of a model see, in order."""
+    """The tensors that callers of a model see, in order.
+
+    `batch_sizes` are the numbers of rows that the server has programs for, ascending; other numbers are padded or
+    refused. Empty when the model takes any, has no rows, or the server does not say.
+    """
 
     name: str
     platform: str
     inputs: tuple[TensorMeta, ...]
     outputs: tuple[TensorMeta, ...]
+    batch_sizes: tuple[int, ...] = ()
+
+    @property
+    def tells_rows(self) -> bool:
+        """Whether the server says which axes count rows; only rsrv's do."""
+        return any(tensor.batch_axis is not None for tensor in (*self.inputs, *self.outputs))
+
+    def row_axis(self, tensor: TensorMeta) -> int | None:
+        """The axis of `tensor` that counts rows: an open axis 0 where the server says it of no tensor at all."""
+        if self.tells_rows:
+            return tensor.batch_axis
+        return 0 if tensor.shape[:1] == (-1,) else None
 
 
 class Server(Handle):
@@ -106,9 +138,27 @@ def ask(connection: Connection, method: str, timeout: float | None, **fields: An
 
 
 def model_metadata(connection: Connection, name: str, timeout: float | None) -> ModelMetadata:
-    answer = ask(connection, "ModelMetadata", timeout, name=name)
-    return ModelMetadata(answer.name, answer.platform, _tensors(answer.inputs), _tensors(answer.outputs))
+    return metadata_of(ask(connection, "ModelMetadata", timeout, name=name))
+
+
+def metadata_of(answer: Any) -> ModelMetadata:
+    """What a ModelMetadataResponse says."""
+    return ModelMetadata(
+        answer.name,
+        answer.platform,
+        _tensors(answer.inputs),
+        _tensors(answer.outputs),
+        tuple(sorted({size for size in answer.batch_sizes if size > 0})),
+    )
 
 
 def _tensors(messages: Sequence[Any]) -> tuple[TensorMeta, ...]:
-    return tuple(TensorMeta(message.name, message.datatype, tuple(message.shape)) for message in messages)
+    return tuple(
+        TensorMeta(tensor.name, tensor.datatype, tuple(tensor.shape), _batch_axis(tensor)) for tensor in messages
+    )
+
+
+def _batch_axis(tensor: Any) -> int | None:
+    """None also for an axis that the shape does not have."""
+    known = tensor.HasField("batch_axis") and 0 <= tensor.batch_axis < len(tensor.shape)
+    return int(tensor.batch_axis) if known else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import rsrv
@@ -111,7 +111,8 @@ class Services:
 
     def model_metadata(self, request: pb.ModelMetadataRequest) -> Any:
         manifest = self._manifest(request.name, request.version)
-        return encode_metadata(request.name, PLATFORM, manifest.wire_inputs, manifest.wire_outputs)
+        sizes = _batch_sizes(self._registry.find(request.name), manifest)
+        return encode_metadata(request.name, PLATFORM, manifest.wire_inputs, manifest.wire_outputs, sizes)
 
     def model_config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
         manifest = self._manifest(request.name, request.version)
@@ -224,6 +225,15 @@ class Services:
         if entry.manifest is None:
             raise entry.unavailable()
         return entry.manifest
+
+
+def _batch_sizes(entry: Entry, manifest: Manifest) -> Sequence[int]:
+    """Rows that the programs take, ascending; none when nothing that callers send has a batch axis."""
+    if all(spec.batch_axis is None for spec in manifest.wire_inputs):
+        return ()
+    if entry.prepared is None:
+        return manifest.batching.compiled_batch_sizes
+    return sorted({rows for sizes in entry.prepared.model.row_sizes_by_variant.values() for rows in sizes})
 
 
 def _largest_batch(entry: Entry, manifest: Manifest) -> int:

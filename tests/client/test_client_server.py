@@ -34,6 +34,22 @@ def test_the_tensors_of_a_model(asked):
         asked.model_metadata("nobody")
 
 
+def test_a_server_may_say_where_rows_are_and_which_numbers_of_them_it_has_programs_for(asked, server):
+    meta = asked.model_metadata("twice")
+    assert ([t.batch_axis for t in (*meta.inputs, *meta.outputs)], meta.batch_sizes) == ([None, None, None], ())
+    server.batch_sizes, server.batch_axes = [1, 4, 16], {"x": 0, "y": 0}
+    meta = asked.model_metadata("twice")
+    assert [t.batch_axis for t in (*meta.inputs, *meta.outputs)] == [0, 0, None]
+    assert meta.batch_sizes == (1, 4, 16)
+
+
+def test_batch_sizes_and_axes_that_cannot_be_are_left_out(asked, server):
+    server.batch_sizes, server.batch_axes = [8, 0, 2, -1, 8], {"x": 2, "y": -1, "total": 0}
+    meta = asked.model_metadata("twice")
+    assert [t.batch_axis for t in (*meta.inputs, *meta.outputs)] == [None, None, 0]
+    assert meta.batch_sizes == (2, 8)
+
+
 def test_the_counts_of_a_model(asked):
     assert asked.model_counts("twice") == ModelCounts(rows=12, executions=5)
 

@@ -381,6 +381,21 @@ def test_metadata_has_wire_shapes_with_minus_one_for_batch_and_variable_axes():
     assert [(t.name, t.datatype, list(t.shape)) for t in theirs.outputs] == [("y", "BF16", [])]
 
 
+def test_metadata_says_where_rows_are_and_which_numbers_of_them_are_compiled():
+    inputs = [TensorSpec("x", DType.F32, (Dim(DimKind.FIXED, 3), BATCH), "cn", 1), TensorSpec("q", DType.F32, (), "")]
+    message = encode_metadata("m", "xla_stablehlo", inputs, [TensorSpec("y", DType.F32, (BATCH,), "n", 0)], (1, 300))
+    x, q = message.inputs
+    assert (x.HasField("batch_axis"), x.batch_axis, q.HasField("batch_axis")) == (True, 1, False)
+    assert (message.outputs[0].HasField("batch_axis"), message.outputs[0].batch_axis) == (True, 0)
+    assert list(message.batch_sizes) == [1, 300]
+    # Axis 0 is in the message although it is the default; so are the field numbers: 100 << 3 is the varint a0 06.
+    assert b"\xa0\x06\x00" in message.SerializeToString()
+    assert message.SerializeToString().endswith(b"\xa2\x06\x03\x01\xac\x02")
+    # A client that knows nothing of it reads the rest.
+    theirs = service_pb2.ModelMetadataResponse.FromString(message.SerializeToString())
+    assert [list(t.shape) for t in theirs.inputs] == [[3, -1], []]
+
+
 def test_metadata_of_an_8_bit_float_tensor_is_refused_by_name():
     spec = TensorSpec("x", DType.F8_E4M3, (BATCH,), "n", 0)
     with pytest.raises(InvalidRequest, match="tensor 'x' is f8_e4m3, which has no KServe datatype"):

@@ -205,6 +205,7 @@ def test_both_ports_answer_before_any_bundle_is_opened_and_models_are_served_as_
             assert refused(client.infer, X) == ("UNAVAILABLE", "preparing", "model 'affine' is being prepared")
             assert refused(client.infer, X, model="nobody")[:2] == ("NOT_FOUND", "unknown_model")
             assert not client.call("ModelReady", name="affine").ready
+            assert list(client.call("ModelMetadata", name="affine").batch_sizes) == [1, 4, 8]
             assert client.health("affine") == health.HealthCheckResponse.NOT_SERVING
             gates["affine"].set()
             with server._changed:
@@ -328,7 +329,10 @@ def test_models_are_described_in_wire_terms(client):
     metadata = client.call("ModelMetadata", name="affine")
     assert metadata.platform == "xla_stablehlo"
     assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [("x", "FP32", [-1, 3])]
+    assert [(t.HasField("batch_axis"), t.batch_axis) for t in metadata.inputs] == [(True, 0)]
+    assert list(metadata.batch_sizes) == [1, 4, 8]
     assert list(metadata.versions) == []
+    assert list(client.call("ModelMetadata", name="single").batch_sizes) == []  # no axis counts rows
     assert client.call("ModelMetadata", name="affine", version="1").name == "affine"
     assert refused(client.call, "ModelMetadata", name="affine", version="3")[:2] == ("NOT_FOUND", "unknown_model")
     assert refused(client.call, "ModelMetadata", name="nobody")[:2] == ("NOT_FOUND", "unknown_model")

@@ -41,6 +41,8 @@ class StubServer(grpc.GenericRpcHandler):
         self.regions: dict[str, tuple[str, int]] = {}  # name -> (key, size)
         self.max_batch_size = 8
         self.outputs: list[tuple[str, str, list[int]]] = [("y", "FP32", [-1, 4]), ("total", "FP32", [3])]
+        self.batch_sizes: list[int] = []  # in the metadata, as rsrv's servers say them
+        self.batch_axes: dict[str, int] = {}  # tensor -> batch axis, likewise
         self.refuse: dict[str, tuple[grpc.StatusCode, str, str]] = {}  # method -> status, text, reason ("" = none)
         self.same_namespace: bool | None = None  # None: look for the object and compare the nonce, as a server does
         self.rewrite: Callable[[Any, Any], bytes] | None = None  # (request, honest answer) -> serialized answer
@@ -52,8 +54,8 @@ class StubServer(grpc.GenericRpcHandler):
         self._server.add_generic_rpc_handlers((self,))
         self.port = self._server.add_insecure_port("127.0.0.1:0")
         self.url = f"127.0.0.1:{self.port}"
-        for address in also_on:
-            assert self._server.add_insecure_port(address)
+        self.also_ports = [self._server.add_insecure_port(address) for address in also_on]
+        assert all(self.also_ports)
 
     def __enter__(self) -> StubServer:
         self._server.start()
@@ -66,9 +68,9 @@ class StubServer(grpc.GenericRpcHandler):
         self._server.stop(0).wait()
         self._pool.shutdown()
 
-    def listen_with_tls(self, key: bytes, certificate: bytes) -> str:
-        """Before the server starts; returns the address."""
-        credentials = grpc.ssl_server_credentials([(key, certificate)])
+    def listen_with_tls(self, key: bytes, certificate: bytes, clients: bytes | None = None) -> str:
+        """Before the server starts; returns the address. Clients need a certificate by the authority `clients`."""
+        credentials = grpc.ssl_server_credentials([(key, certificate)], clients, clients is not None)
         return f"localhost:{self._server.add_secure_port('127.0.0.1:0', credentials)}"
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
@@ -123,6 +125,10 @@ class StubServer(grpc.GenericRpcHandler):
         answer.inputs.add(name="x", datatype="FP32", shape=[-1, 4])
         for name, datatype, shape in self.outputs:
             answer.outputs.add(name=name, datatype=datatype, shape=shape)
+        answer.batch_sizes.extend(self.batch_sizes)
+        for tensor in (*answer.inputs, *answer.outputs):
+            if tensor.name in self.batch_axes:
+                tensor.batch_axis = self.batch_axes[tensor.name]
         return answer
 
     def ModelConfig(self, request, context):

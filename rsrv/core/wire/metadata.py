@@ -19,11 +19,23 @@ class IndexRow(NamedTuple):
 
 
 def encode_metadata(
-    name: str, platform: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+    name: str,
+    platform: str,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    batch_sizes: Iterable[int] = (),
 ) -> inference.ModelMetadataResponse:
-    """Shapes are row-major, with -1 for batch and variable axes. Raises InvalidRequest for an 8-bit float tensor."""
+    """Shapes are row-major, with -1 for batch and variable axes. Raises InvalidRequest for an 8-bit float tensor.
+
+    `batch_sizes` are the numbers of rows that programs exist for, ascending; they and the batch axes are extensions of
+    rsrv, in fields that other clients skip.
+    """
     return inference.ModelMetadataResponse(
-        name=name, platform=platform, inputs=map(_tensor, inputs), outputs=map(_tensor, outputs)
+        name=name,
+        platform=platform,
+        inputs=map(_tensor, inputs),
+        outputs=map(_tensor, outputs),
+        batch_sizes=batch_sizes,
     )
 
 
@@ -37,5 +49,8 @@ def encode_index(rows: Iterable[IndexRow | tuple[str, str, str]]) -> inference.R
 
 def _tensor(spec: TensorSpec) -> inference.ModelMetadataResponse.TensorMetadata:
     return inference.ModelMetadataResponse.TensorMetadata(
-        name=spec.name, datatype=wire_name(spec.name, spec.dtype), shape=spec.wire_shape
+        name=spec.name,
+        datatype=wire_name(spec.name, spec.dtype),
+        shape=spec.wire_shape,
+        batch_axis=spec.batch_axis,
     )
