@@ -1,9 +1,6 @@
 """Makes ``tests/`` importable, so that every room can use ``from support.… import …``; sees at the end what is left."""
 
-import glob
-import re
-
-import psutil
+from support.leftovers import in_shared_memory, left_since
 
 _before = set()
 
@@ -15,23 +12,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_sessionstart(session):
-    _before.update(glob.glob("/dev/shm/*rsrv*"))
+    _before.update(in_shared_memory())
 
 
 def pytest_sessionfinish(session):
     """Fail a run that leaves something in shared memory; of several processes, the one that steers them looks."""
     if hasattr(session.config, "workerinput"):
         return
-    left = sorted(path for path in set(glob.glob("/dev/shm/*rsrv*")) - _before if not _in_use_elsewhere(path))
-    if left:
+    if left := left_since(_before):
         session.config.get_terminal_writer().line(f"\nleft in shared memory: {', '.join(left)}", red=True)
         session.exitstatus = 1
-
-
-def _in_use_elsewhere(path):
-    """Whether it belongs to a process that lives and is not ours: somebody else may run servers meanwhile."""
-    owner = re.search(r"rsrv-[a-z-]+-(\d+)-[0-9a-f]{16}$", path)
-    if owner is None or not psutil.pid_exists(pid := int(owner[1])):
-        return False
-    me = psutil.Process()
-    return pid != me.pid and pid not in {child.pid for child in me.children(recursive=True)}

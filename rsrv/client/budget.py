@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from rsrv.core.errors import DeadlineExceeded
+
+SETUP_SECONDS = 10.0
+"""The most that one call may take which only prepares requests."""
 
 
 class Budget:
     """Counts down from `seconds` since it was made; without a limit for 0, a negative number or None."""
 
-    __slots__ = ("_end", "seconds")
+    __slots__ = ("_clock", "_end", "seconds")
 
-    def __init__(self, seconds: float | None) -> None:
+    def __init__(self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.seconds = seconds if seconds is not None and seconds > 0 else None
-        self._end = None if self.seconds is None else time.monotonic() + self.seconds
+        self._end = None if self.seconds is None else clock() + self.seconds
+
+    @property
+    def left(self) -> float | None:
+        """Seconds left, 0 or less when they are used up, None without a limit."""
+        return None if self._end is None else self._end - self._clock()
 
     def remaining(self) -> float | None:
         """Seconds left, None without a limit; raises DeadlineExceeded when they are used up."""
-        if self._end is None:
-            return None
-        left = self._end - time.monotonic()
-        if left <= 0:
+        left = self.left
+        if left is not None and left <= 0:
             raise DeadlineExceeded(f"the deadline of {self.seconds:g} s passed before the request was sent")
         return left
 

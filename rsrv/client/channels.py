@@ -14,6 +14,12 @@ from rsrv.client.url import parse_url
 from rsrv.core.errors import UsageError
 
 _MAX_MESSAGE_BYTES = 512 << 20
+_LARGEST_LIMIT = 2**31 - 1
+_PEM = {
+    "root_certificates": b"CERTIFICATE-----",
+    "client_key": b"PRIVATE KEY-----",
+    "client_cert": b"CERTIFICATE-----",
+}
 _SEND_VARIABLES = ("RSRV_CLIENT_GRPC_MAX_SEND_MSG_BYTES", "REACTANT_CLIENT_GRPC_MAX_SEND_MSG_BYTES")
 _RECEIVE_VARIABLES = ("RSRV_CLIENT_GRPC_MAX_RECV_MSG_BYTES", "REACTANT_CLIENT_GRPC_MAX_RECV_MSG_BYTES")
 
@@ -54,14 +60,18 @@ class ChannelOptions:
             client_key,
             client_cert,
         )
-        if not options.secure and (root_certificates or client_key or client_cert):
+        if not options.secure and any(given is not None for given in (root_certificates, client_key, client_cert)):
             raise UsageError(f"certificates were given, but {url!r} is not a TLS address", hint="write grpcs://…")
         if (client_key is None) != (client_cert is None):
             raise UsageError("client_key and client_cert must be given together")
+        for name, kind in _PEM.items():
+            _require_pem(name, getattr(options, name), kind)
         return replace(
             options,
-            max_send_bytes=_limit(max_send_message_length, _SEND_VARIABLES, environ),
-            max_receive_bytes=_limit(max_receive_message_length, _RECEIVE_VARIABLES, environ),
+            max_send_bytes=_limit("max_send_message_length", max_send_message_length, _SEND_VARIABLES, environ),
+            max_receive_bytes=_limit(
+                "max_receive_message_length", max_receive_message_length, _RECEIVE_VARIABLES, environ
+            ),
         )
 
     def open(self) -> grpc.Channel:
@@ -131,13 +141,35 @@ _parents: list[_Pool] = []
 os.register_at_fork(after_in_child=_forget_parent)
 
 
-def _limit(given: int | None, variables: Sequence[str], environ: Mapping[str, str]) -> int:
+def _limit(name: str, given: int | None, variables: Sequence[str], environ: Mapping[str, str]) -> int:
     if given is not None:
-        return given
+        return _require_limit(name, given, repr(given))
     for variable in variables:
         if text := environ.get(variable):
             try:
-                return int(text)
+                value: Any = int(text)
             except ValueError:
-                raise UsageError(f"{variable}={text!r} is not a whole number of bytes") from None
+                value = None
+            return _require_limit(variable, value, repr(text))
     return _MAX_MESSAGE_BYTES
+
+
+def _require_limit(name: str, value: Any, written: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"{name}={written} is not a whole number of bytes")
+    if not 1 <= value <= _LARGEST_LIMIT:
+        raise UsageError(
+            f"{name}={written} is not in 1..{_LARGEST_LIMIT} bytes", hint="gRPC has no message above 2 GiB"
+        )
+    return value
+
+
+def _require_pem(name: str, given: Any, kind: bytes) -> None:
+    if given is None:
+        return
+    if not isinstance(given, bytes):
+        raise UsageError(
+            f"{name} is {type(given).__name__}; wanted the bytes of a PEM file", hint="Path(…).read_bytes()"
+        )
+    if kind not in given:  # never shown: it may be a key
+        raise UsageError(f"{name} has {len(given)} bytes without a line -----BEGIN … {kind.decode()}; wanted PEM")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
+import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 
 SERVICE = "/inference.GRPCInferenceService/"
 Metadata = Sequence[tuple[str, str | bytes]]
+_METADATA_NAME = re.compile("[0-9a-z_.-]+")
+_METADATA_TEXT = re.compile("[ -~]*")
 
 MAX_TIMEOUT_SECONDS = 86_400.0
 """The longest that a call may wait, a day. Far above it a deadline overflows, and the call ends at once."""
@@ -31,6 +35,28 @@ def bearer(token: str) -> Metadata:
     if not token or any(not "!" <= letter <= "~" for letter in token):
         raise UsageError("the token is empty, or not one line of printable ASCII without spaces")
     return (("authorization", f"Bearer {token}"),)
+
+
+def checked_metadata(metadata: Metadata | Mapping[str, str | bytes]) -> tuple[tuple[str, str | bytes], ...]:
+    """`metadata` in pairs. Raises UsageError for what gRPC could not send, which it says without the name."""
+    pairs = tuple(metadata.items() if isinstance(metadata, Mapping) else metadata)
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or isinstance(pair, (str, bytes)) or len(pair) != 2:
+            raise UsageError(f"metadata has {pair!r}; wanted (name, value)")
+        name, value = pair
+        if not isinstance(name, str) or not _METADATA_NAME.fullmatch(name):
+            raise UsageError(
+                f"metadata is named {name!r}", hint="lower-case letters, digits, '-', '_' and '.' make a name"
+            )
+        if name.startswith("grpc-"):
+            raise UsageError(f"metadata is named {name!r}; names that begin with grpc- are gRPC's own")
+        binary = name.endswith("-bin")
+        if not isinstance(value, bytes if binary else str | bytes):
+            wanted = "bytes" if binary else "text"
+            raise UsageError(f"metadata {name!r} has a value of type {type(value).__name__}; wanted {wanted}")
+        if not binary and not _METADATA_TEXT.fullmatch(value if isinstance(value, str) else value.decode("latin-1")):
+            raise UsageError(f"the value of metadata {name!r} is not printable ASCII")
+    return pairs
 
 
 def message_of(kind: Any, body: bytes) -> Any:
@@ -63,7 +89,7 @@ class Connection:
         self.target = options.target
         self._service = service
         self._options = options
-        self._metadata = tuple(metadata)
+        self._metadata = checked_metadata(metadata)
         self._own = channel is None
         self._lock = threading.Lock()
         self._methods: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
@@ -78,6 +104,37 @@ class Connection:
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.target) from None
         except ValueError as error:  # grpcio's word for a channel that was closed meanwhile
+            if self._closed:
+                raise _closed(self.target) from None
+            raise error
+
+    async def acall(self, method: str, body: bytes, timeout: float | None) -> bytes:
+        """Like `call`, for an event loop. Cancelling it cancels the call."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def settle() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        def tell(_: grpc.Future[bytes]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(settle)
+
+        try:
+            call = self._method(method).future(body, timeout=timeout, metadata=self._metadata)
+            call.add_done_callback(tell)
+            try:
+                await ended
+            except asyncio.CancelledError:
+                call.cancel()  # type: ignore[no-untyped-call]  # in the stubs
+                raise
+            return call.result()
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.target) from None
+        except (grpc.FutureCancelledError, ValueError) as error:  # its channel was closed meanwhile
             if self._closed:
                 raise _closed(self.target) from None
             raise error
@@ -99,15 +156,24 @@ class Connection:
         finally:
             call.cancel()  # type: ignore[no-untyped-call]  # in the stubs
 
-    def tell(self, method: str, body: bytes, timeout: float, *, wait: bool) -> None:
-        """Like `call` for a message whose failure does not matter; without `wait` it returns at once."""
+    def tell(self, method: str, body: bytes, timeout: float, *, wait: bool) -> bool:
+        """Like `call` for a message whose failure does not matter; without `wait` it returns at once.
+
+        Whether there was an answer within `timeout`, or nobody waited for one.
+        """
         try:
             call = self._method(method).future(body, timeout=timeout, metadata=self._metadata)
             call.add_done_callback(_log_failure)  # also keeps the call alive: grpcio cancels one that is dropped
             if wait:
-                call.result()
+                # Not without a limit: Ctrl-C amid a call can leave grpcio's thread waiting for ever, timeouts included.
+                call.result(timeout + 1)
+        except grpc.FutureTimeoutError:
+            log.debug("target=%s method=%s event=not_delivered", self.target, method)
+            return False
         except (grpc.RpcError, grpc.FutureCancelledError, ValueError, UsageError) as error:
             log.debug("target=%s method=%s event=not_delivered %s", self.target, method, error)
+            return not (isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
+        return True
 
     def close(self) -> None:
         """Let go of the channel. Idempotent; calls in flight end when no other handle uses the channel."""

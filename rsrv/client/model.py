@@ -1,32 +1,55 @@
-"""`KServeModel`: one model behind a URL, called with arrays; and `infer_sync`, the call with explicit tensors."""
+"""`KServeModel`: one model behind a URL, called with arrays."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import operator
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isnan
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, overload
 
 import grpc
 import numpy as np
 
 from rsrv.client.budget import Budget
 from rsrv.client.channels import ChannelOptions
-from rsrv.client.connection import Connection, Metadata
-from rsrv.client.failures import answered_by_server
-from rsrv.client.server import ModelMetadata, model_metadata
-from rsrv.client.shared import MODES, Entry, Layout, Mode, OutputSizes, Registration, use_shared_memory
-from rsrv.client.tensors import InferInput, InferResponse
-from rsrv.client.windows import OutOfSharedMemory, WindowPool
-from rsrv.core.errors import InvalidRequest, RsrvError, UnregisteredRegion, UsageError
-from rsrv.core.wire.encode import encode_request, join
+from rsrv.client.connection import Metadata, checked_metadata
+from rsrv.client.exchange import Attempts, Exchange
+from rsrv.client.facts import ModelFacts
+from rsrv.client.retry import RetryPolicy
+from rsrv.client.server import ModelMetadata
+from rsrv.client.shared import INLINE, MODES, SHARED, Layout, Mode
+from rsrv.client.steps import Steps, run
+from rsrv.client.tensors import InferInput, InferResponse, wire_array
+from rsrv.client.transport import endpoints
+from rsrv.client.transport.endpoint import Endpoint
+from rsrv.client.url import host_port
+from rsrv.client.windows import OutOfSharedMemory, Window, WindowPool
+from rsrv.core.errors import InvalidRequest, ShmUnrecoverable, UsageError
 from rsrv.core.wire.headers import RequestedOutput
-from rsrv.core.wire.parameters import deadline_params
-from rsrv.core.wire.response import ResponseMessage, decode_response
+
+if TYPE_CHECKING:
+    from rsrv.client.dataset.driver import Progress
+    from rsrv.client.dataset.survey import Batch
 
 log = logging.getLogger(__name__)
+
+
+def whole_or_auto(option: str, value: Any) -> int | Literal["auto"]:
+    """A number of rows as an `int`, NumPy's integers too. Raises UsageError, naming the `option`."""
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise UsageError(f"{option}={value!r} is neither 'auto' nor a whole number from 1 on")
+    return number
 
 
 class KServeModel:
@@ -35,9 +58,11 @@ class KServeModel:
     Args:
         url: ``[grpc|http|grpcs|https://]host:port`` or ``unix:path``; ``grpcs`` and ``https`` mean TLS.
         model_name: the model's name on the server.
+        max_batch_size: most rows in one request of a dataset; ``"auto"`` asks the server.
         shared_memory: ``"auto"`` sends tensors through shared memory when the server sees ours, ``"on"`` insists,
             ``"off"`` always sends them inline.
         deadline: seconds that one request may take with everything it needs; 0 or less for no limit.
+        retry: when and how often a request that a busy server refused is sent again; None for `RetryPolicy()`.
         secure: TLS or not, instead of what the URL's scheme says.
         root_certificates, client_key, client_cert: PEM bytes for TLS.
         metadata: gRPC metadata sent with every call.
@@ -53,8 +78,10 @@ class KServeModel:
         url: str,
         model_name: str,
         *,
+        max_batch_size: int | Literal["auto"] = 1,
         shared_memory: Mode = "auto",
         deadline: float = 10.0,
+        retry: RetryPolicy | None = None,
         secure: bool | None = None,
         root_certificates: bytes | None = None,
         client_key: bytes | None = None,
@@ -66,9 +93,13 @@ class KServeModel:
     ) -> None:
         if shared_memory not in MODES:
             raise UsageError(f"shared_memory={shared_memory!r} is not one of {', '.join(MODES)}")
-        if not model_name:
-            raise UsageError("model_name is empty")
-        options = ChannelOptions.build(
+        if not isinstance(model_name, str) or not model_name:
+            raise UsageError(f"model_name={model_name!r} is not the name of a model")
+        if deadline is not None and (not isinstance(deadline, SupportsFloat) or isnan(deadline)):
+            raise UsageError(f"deadline={deadline!r} is not a number of seconds", hint="0 for no limit")
+        if retry is not None and not isinstance(retry, RetryPolicy):
+            raise UsageError(f"retry={retry!r} is no RetryPolicy", hint=f"RetryPolicy(enabled={bool(retry)})")
+        self._options = ChannelOptions.build(
             url,
             secure=secure,
             root_certificates=root_certificates,
@@ -79,41 +110,86 @@ class KServeModel:
         )
         self.model_name = model_name
         self.deadline = deadline
-        self._mode: Mode = shared_memory
-        self._connection = Connection(options, metadata, channel)
-        self._sizes = OutputSizes(self._connection, model_name)
+        self.mode: Mode = shared_memory
+        self.retry = RetryPolicy() if retry is None else retry
+        self._max_batch_size = whole_or_auto("max_batch_size", max_batch_size)
+        self._metadata = checked_metadata(metadata)
+        self._channel = channel
         self._lock = threading.Lock()
-        self._use_shm: bool | None = None
-        self._windows = WindowPool(Registration(self._connection))
+        self._closed = False
+        self._attach()
+
+    def _attach(self) -> None:
+        """What belongs to one process: its endpoint, its windows, its retry budget."""
         self._pid = os.getpid()
+        self._endpoint = endpoints.acquire(self._options, self._metadata, self._channel)
+        self._exchange = Exchange(self.model_name, self._endpoint, self.retry)
+        self._facts = ModelFacts(self._endpoint.connection, self.model_name)
+        self._windows = WindowPool(self._endpoint)
+        self._went: str | None = None
 
     @classmethod
-    def at(cls, host: str, port: int, model_name: str, **options: Any) -> KServeModel:
+    def at(cls, host: str, port: int, model_name: str, **options: Any) -> Self:
         """The model at `host` and `port`; the options are those of the constructor."""
-        address = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        return cls(f"{address}:{port}", model_name, **options)
+        return cls(host_port(host, port), model_name, **options)
 
-    def __enter__(self) -> KServeModel:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
-        """Unregister and unlink the shared memory and let go of the channel. Idempotent."""
+        """Give up the shared memory of this handle; the last one that reaches a server also hangs up. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         if self._pid == os.getpid():
             self._windows.close()
-        self._connection.close()
+            endpoints.release(self._endpoint)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server, as this process knows it. A forked child knows nothing yet."""
+        if self._pid != os.getpid():
+            with self._lock:
+                if self._pid != os.getpid():
+                    self._attach()
+        if self._closed:
+            raise UsageError(f"this handle to {self._options.target} is closed")
+        return self._endpoint
+
+    @property
+    def exchange(self) -> Exchange:
+        """What sends requests to this model."""
+        _ = self.endpoint
+        return self._exchange
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is remembered of the server's answers about this model."""
+        _ = self.endpoint
+        return self._facts
 
     def metadata(self) -> ModelMetadata:
         """The model's inputs and outputs; raises UnknownModel when the server does not know it."""
-        return model_metadata(self._connection, self.model_name, Budget(self.deadline).remaining())
+        return self.facts.ask(Budget(self.deadline).remaining())
+
+    def batch_limit(self, budget: Budget, wanted: int | Literal["auto"] | None = None) -> int:
+        """The most rows for one request: `wanted`, by default `max_batch_size`; for ``"auto"`` what the server says,
+        which is remembered.
+
+        A server that cannot say, or a model whose requests have no rows, gives 1.
+        """
+        limit = self._max_batch_size if wanted is None else wanted
+        return max(1, self.facts.most_rows(budget)) if limit == "auto" else limit
 
     @property
     def transport(self) -> str | None:
-        """How `infer` sends tensors: ``"shared memory"``, ``"inline"``, or None before the first call decided it."""
-        use = False if self._mode == "off" else self._use_shm
-        return None if use is None else "shared memory" if use else "inline"
+        """How the tensors of the latest answer to `infer` travelled: ``"shared memory"`` or ``"inline"``; None before
+        the first one, unless the mode decides it."""
+        return INLINE if self.mode == "off" else self._went
 
     def infer(
         self,
@@ -125,11 +201,72 @@ class KServeModel:
         """Send `inputs` (name → array, row-major, batch axis first where the model has one) and return its outputs.
 
         `outputs` names the wanted ones and their order; None means all. The arrays are read-only and stay valid and
-        unchanged for as long as they are kept. One attempt is made, within `deadline`. Raises the `RsrvError` that
-        the server answered with, `ServerUnreachable` without an answer, TypeError for a dtype the wire has no form
-        for.
+        unchanged for as long as they are kept. The request is sent again as `retry` says, within `deadline`. Raises the
+        `RsrvError` that the server answered with, `ServerUnreachable` without an answer, TypeError for a dtype the wire
+        has no form for.
         """
-        return self.request([InferInput(name, array) for name, array in inputs.items()], outputs, id).arrays()
+        tensors = [(name, wire_array(name, array)) for name, array in inputs.items()]
+        return run(self.tensor_steps(tensors, outputs, id)).arrays()
+
+    def __call__(self, data: Any, outputs: Sequence[str] | None = None) -> Any:
+        """Send all the rows of `data` in one request: an array for the only input, or a mapping of arrays by name.
+
+        Returns what `map` returns, read-only, and raises what `infer` raises.
+        """
+        from rsrv.client.dataset.rows import call_steps
+
+        return run(call_steps(self, data, outputs))
+
+    @overload
+    def map(
+        self,
+        data: np.ndarray | Mapping[str, Any],
+        *,
+        batch: Batch = None,
+        progress: Progress | None = None,
+        outputs: Sequence[str] | None = None,
+    ) -> Any: ...
+    @overload
+    def map(
+        self,
+        data: Iterable[Any],
+        *,
+        batch: Batch = None,
+        progress: Progress | None = None,
+        outputs: Sequence[str] | None = None,
+    ) -> Iterator[Any]: ...
+    def map(
+        self,
+        data: Any,
+        *,
+        batch: Batch = None,
+        progress: Progress | None = None,
+        outputs: Sequence[str] | None = None,
+    ) -> Any:
+        """The outputs for many rows, or for many items, in order, with several requests in flight.
+
+        Arrays with N rows (one for the only input, or a mapping by name; memory-mapped ones are read as they are
+        needed) give outputs with N rows: an array when there is one output and one array was given, else a mapping.
+
+        Any other iterable is one of items, each an array or a mapping without the row axis, all alike. It gives an
+        iterator of the outputs of each, in that form. Items are read a few requests ahead, as `iter` goes on, and
+        never all at once; an error comes when its turn has come, after the outputs of all items before.
+
+        Args:
+            batch: the most rows in a request, ``"auto"`` for what the server says; by default `max_batch_size`.
+            progress: called after each request with (items done, items), -1 for a number that is not known.
+            outputs: the wanted ones; by default all. Each needs a row for each item.
+
+        Raises, beside what `infer` raises, UsageError and InvalidRequest for data that is not what the model takes,
+        and InvalidResponse for answers without a row for each item; notes name the items.
+        """
+        from rsrv.client.dataset import rows
+
+        if rows.is_rows(data):
+            return rows.over_rows(self, data, batch, progress, outputs)
+        from rsrv.client.dataset.stream import over_items
+
+        return over_items(self, data, batch, progress, outputs)
 
     def request(
         self,
@@ -140,64 +277,104 @@ class KServeModel:
         inline: bool = False,
     ) -> InferResponse:
         """Like `infer`, with explicit tensors and the whole response; `inline` leaves shared memory out of it."""
-        budget = Budget(self.deadline)
         tensors = [(tensor.name, tensor.data) for tensor in inputs]
-        if not inline and self._shares_memory(budget):
+        return run(self.tensor_steps(tensors, outputs, id, inline=inline))
+
+    def tensor_steps(
+        self,
+        tensors: Sequence[tuple[str, np.ndarray]],
+        outputs: Sequence[str] | None = None,
+        id: str = "",  # noqa: A002
+        *,
+        inline: bool = False,
+    ) -> Steps[InferResponse]:
+        """`request`, as steps, for arrays that `wire_array` has seen."""
+        endpoint = self.endpoint
+        budget = Budget(self.deadline)
+        if isinstance(outputs, str):
+            outputs = (outputs,)
+        layout = None if inline else (yield from self._layout(tensors, outputs, budget))
+        if layout is not None:
             try:
-                return self._through_shared_memory(tensors, outputs, id, budget)
+                response = yield from self._through_shared_memory(layout, tensors, outputs, id, budget)
+                self._went = SHARED
+                return response
             except OutOfSharedMemory as error:
-                if self._mode == "on":
+                if self.mode == "on":
                     raise
                 log.warning("model=%s event=shm_full using=inline %s", self.model_name, error)
-        message = self._send(tensors, outputs or (), id, budget)
+            except ShmUnrecoverable as error:
+                if self.mode == "on":
+                    raise
+                endpoint.latch(error)
+        message = yield from self._exchange.send(tensors, outputs or (), id, budget)
+        self._went = INLINE
         return InferResponse(message)
 
-    def _shares_memory(self, budget: Budget) -> bool:
-        """Whether to use shared memory; the first call asks the server, concurrent ones wait for its answer."""
-        if self._use_shm is None or self._pid != os.getpid():
-            with self._lock:
-                if self._pid != os.getpid():  # a forked child: the regions are its parent's
-                    self._windows = WindowPool(Registration(self._connection))
-                    self._pid = os.getpid()
-                if self._use_shm is None:
-                    self._use_shm = use_shared_memory(self._connection, self._mode, budget)
-        return self._use_shm
+    def _layout(
+        self, tensors: Sequence[tuple[str, np.ndarray]], outputs: Sequence[str] | None, budget: Budget
+    ) -> Steps[Layout | None]:
+        """Where tensors would lie in shared memory; None for a call that goes inline."""
+        if self.mode == "off" or not (yield from self._shares_memory(budget)):
+            return None
+        facts = self._facts
+        if not facts.sizes_known:
+            yield from self._exchange.prepare(lambda: facts.learn_sizes(budget), budget)
+        layout = Layout.of(tensors, facts.output_sizes(outputs, tensors))
+        return layout if layout.worthwhile or self.mode == "on" else None
+
+    def _shares_memory(self, budget: Budget) -> Steps[bool]:
+        """Whether to use shared memory. The first call asks the server, which takes time; later ones know."""
+        endpoint = self._endpoint
+        shares = endpoint.route(self.mode)
+        if shares is None:
+            shares = yield from self._exchange.prepare(lambda: endpoint.uses_shared_memory(self.mode, budget), budget)
+        return shares
+
+    def _acquire(self, windows: WindowPool, n_bytes: int, budget: Budget) -> Steps[Window]:
+        """A window, for which the region may have to grow. One that comes too late, for a task that was cancelled
+        meanwhile, goes back."""
+        kept: list[Window] = []
+        gone = False
+
+        def give_back() -> None:
+            with contextlib.suppress(IndexError):
+                windows.release(kept.pop())
+
+        def acquire() -> Window:
+            window = windows.acquire(n_bytes, budget.remaining)
+            kept.append(window)
+            if gone:
+                give_back()
+            return window
+
+        try:
+            return (yield from self._exchange.prepare(acquire, budget))
+        except BaseException:
+            gone = True
+            give_back()
+            raise
 
     def _through_shared_memory(
-        self, tensors: Sequence[tuple[str, np.ndarray]], outputs: Sequence[str] | None, request_id: str, budget: Budget
-    ) -> InferResponse:
-        layout = Layout.of(tensors, self._sizes.of(outputs, tensors, budget))
+        self,
+        layout: Layout,
+        tensors: Sequence[tuple[str, np.ndarray]],
+        outputs: Sequence[str] | None,
+        request_id: str,
+        budget: Budget,
+    ) -> Steps[InferResponse]:
         windows = self._windows
-        window = windows.acquire(layout.byte_size, budget.remaining)
-        reusable = False
+        window = windows.take(layout.byte_size)
+        if window is None:
+            window = yield from self._acquire(windows, layout.byte_size, budget)
+        attempts = Attempts()
         try:
             requested: Sequence[str | RequestedOutput] = layout.requested(window) or outputs or ()
-            message = self._send(layout.write(window, tensors), requested, request_id, budget)
-            reusable = True
+            entries = layout.write(window, tensors)
+            message = yield from self._exchange.send(entries, requested, request_id, budget, window.region, attempts)
             return InferResponse(message, layout.read(window, message))
-        except RsrvError as error:
-            # A region that the server forgot is given up too, so that the next call registers a new one.
-            reusable = reusable or (answered_by_server(error) and not isinstance(error, UnregisteredRegion))
-            if isinstance(error, InvalidRequest):
-                self._sizes.forget()
+        except InvalidRequest:
+            self._facts.forget()
             raise
         finally:
-            windows.release(window, reusable=reusable)
-
-    def _send(
-        self, entries: Sequence[Entry], outputs: Sequence[str | RequestedOutput], request_id: str, budget: Budget
-    ) -> ResponseMessage:
-        left = budget.remaining()
-        parameters = {} if left is None else deadline_params(int(left * 1e9))
-        body = join(encode_request(self.model_name, entries, outputs=outputs, id=request_id, parameters=parameters))
-        return decode_response(self._connection.call("ModelInfer", body, left))
-
-
-def infer_sync(
-    model: KServeModel,
-    inputs: Sequence[InferInput],
-    outputs: Sequence[str] | None = None,
-    id: str = "",  # noqa: A002
-) -> InferResponse:
-    """Send one inline request to `model` and wait for the response; read it with `InferOutput`."""
-    return model.request(inputs, outputs, id, inline=True)
+            windows.release(window, reusable=attempts.settled)

@@ -83,10 +83,10 @@ class InferResponse:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All outputs by name, in the order of the answer."""
-        received = self._message.arrays()
+        shared = self._shared
         return {
-            name: self._shared[name] if name in self._shared else _present(name, array)
-            for name, array in received.items()
+            name: shared[name] if array is None and name in shared else _present(name, array)
+            for name, array in self._message.arrays().items()
         }
 
 
@@ -105,11 +105,19 @@ def InferOutput(name: str, response: InferResponse, dtype: Any = None) -> np.nda
 
 
 def wire_array(name: str, value: Any) -> np.ndarray:
-    """`value` as a C-ordered array that the wire can carry; raises TypeError naming the input and its dtype."""
-    array = np.asarray(value, order="C")
+    """`value` as a C-ordered array that the wire can carry, in native byte order.
+
+    Raises TypeError naming the input and its dtype, ValueError for nested sequences that make no array.
+    """
+    try:
+        array = np.asarray(value, order="C")
+    except ValueError as error:
+        raise ValueError(f"input {name!r} is no array: {error}") from None
     try:
         datatype = DType.from_numpy(array.dtype).wire
     except TypeError as error:
+        if not array.dtype.isnative and array.dtype.fields is None:
+            return wire_array(name, array.astype(array.dtype.newbyteorder("=")))
         raise TypeError(f"input {name!r}: {error}") from None
     if datatype is None:
         raise TypeError(f"input {name!r}: dtype {array.dtype} has no form on the wire")

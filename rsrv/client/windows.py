@@ -6,14 +6,15 @@ Not for choosing between shared memory and inline (`rsrv.client.shared`) nor for
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rsrv.core.errors import RegionLimit
+from rsrv.core.memory import ALIGNMENT, aligned
 from rsrv.core.shm.owned import OwnedRegion
 
-ALIGNMENT = 64
 _GRANULE = 64 << 10
 
 
@@ -38,9 +39,8 @@ def create_region(prefix: str, n_bytes: int) -> OwnedRegion:
         raise OutOfSharedMemory(f"a shared memory region cannot be created: {error.strerror or error}") from error
 
 
-def aligned(n_bytes: int) -> int:
-    """`n_bytes` rounded up to the alignment of tensors in a window."""
-    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+def _window_bytes(n_bytes: int) -> int:
+    return max(aligned(n_bytes), ALIGNMENT)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,44 +88,79 @@ class WindowPool:
         self._lock = threading.Lock()
         self._arenas: list[_Arena] = []  # the last one is current unless it is retired
         self._closed = False
+        self._untidy = False  # a retired arena may be without windows
+        # Appended to without the lock: the collector may give a window back in the midst of anything, also where this
+        # very thread has the lock.
+        self._returned: deque[tuple[Window, bool]] = deque()
+
+    def take(self, n_bytes: int) -> Window | None:
+        """Like `acquire`, at once: None when the region has no room, or somebody is just changing that."""
+        n_bytes = _window_bytes(n_bytes)
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            self._take_in()
+            current = self._current()
+            offset = current.take(n_bytes) if current else None
+            return None if current is None or offset is None else Window(current, offset, n_bytes)
+        finally:
+            self._lock.release()
+            self._settle()
 
     def acquire(self, n_bytes: int, timeout: Callable[[], float | None]) -> Window:
         """A window of `n_bytes`. A region without room is replaced by a larger one, which is registered first.
 
         Raises OutOfSharedMemory when this machine has no room left, and whatever the registration raises.
         """
-        n_bytes = max(aligned(n_bytes), ALIGNMENT)
-        outgrown: _Arena | None = None
-        with self._lock:  # also while registering: whoever needs room meanwhile waits for the new region
-            current = self._arenas[-1] if self._arenas and not self._arenas[-1].retired else None
-            offset = current.take(n_bytes) if current else None
-            if current is None or offset is None:
-                grown = self._grow(current, n_bytes, timeout())
-                outgrown, current, offset = current, grown, grown.take(n_bytes)
-                assert offset is not None
-            window = Window(current, offset, n_bytes)
-        if outgrown is not None:
-            self._retire(outgrown)
-        return window
+        n_bytes = _window_bytes(n_bytes)
+        try:
+            with self._lock:  # also while registering: whoever needs room meanwhile waits for the new region
+                self._take_in()
+                current = self._current()
+                offset = current.take(n_bytes) if current else None
+                if current is None or offset is None:
+                    grown = self._grow(current, n_bytes, timeout())
+                    if current is not None:
+                        self._retire(current)
+                    current, offset = grown, grown.take(n_bytes)
+                    assert offset is not None
+                return Window(current, offset, n_bytes)
+        finally:
+            self._settle()
 
     def release(self, window: Window, *, reusable: bool = True) -> None:
         """Give `window` back. With `reusable` False its whole region is given up.
 
         That is for a call whose server may still be writing: a late write must not hit another call's answer.
         """
-        with self._lock:
-            window.arena.live.pop(window.offset, None)
-            window.arena.retired |= self._closed or not reusable
-        if window.arena.retired:
-            self._retire(window.arena)
+        self._returned.append((window, reusable))
+        self._settle()
 
     def close(self) -> None:
         """Unregister and unlink; regions with calls in flight follow when those return. Idempotent."""
         with self._lock:
             self._closed = True
-            arenas = tuple(self._arenas)
-        for arena in arenas:
-            self._retire(arena, wait=True)
+            self._take_in()
+            for arena in self._arenas:
+                self._retire(arena)
+        self._settle(wait=True)
+
+    # --- under the lock ----------------------------------------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        while self._returned:
+            window, reusable = self._returned.popleft()
+            window.arena.live.pop(window.offset, None)
+            if self._closed or not reusable or window.arena.retired:
+                self._retire(window.arena)
+
+    def _current(self) -> _Arena | None:
+        return self._arenas[-1] if self._arenas and not self._arenas[-1].retired else None
+
+    def _retire(self, arena: _Arena) -> None:
+        """Hand out no more windows of `arena`; `_settle` drops it when none is in use."""
+        arena.retired = True
+        self._untidy = True
 
     def _grow(self, current: _Arena | None, n_bytes: int, timeout: float | None) -> _Arena:
         wanted = n_bytes + (sum(current.live.values()) + current.region.byte_size // 2 if current else 0)
@@ -139,12 +174,18 @@ class WindowPool:
         self._arenas.append(arena)
         return arena
 
-    def _retire(self, arena: _Arena, *, wait: bool = False) -> None:
-        """Hand out no more windows of `arena`, and drop it when none is in use."""
-        with self._lock:
-            arena.retired = True
-            if arena.live or arena not in self._arenas:
-                return
-            self._arenas.remove(arena)
-        self._registrar.unregister(arena.region, wait=wait)
-        arena.region.close()
+    # --- without the lock --------------------------------------------------------------------------------------------
+
+    def _settle(self, *, wait: bool = False) -> None:
+        """Take in what was returned, and drop what is not needed any more, unless another thread does so next."""
+        while (self._returned or self._untidy) and self._lock.acquire(blocking=False):
+            try:
+                self._take_in()
+                self._untidy = False
+                ended = [arena for arena in self._arenas if arena.retired and not arena.live]
+                self._arenas = [arena for arena in self._arenas if arena not in ended]
+            finally:
+                self._lock.release()
+            for arena in ended:
+                self._registrar.unregister(arena.region, wait=wait)
+                arena.region.close()

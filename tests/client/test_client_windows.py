@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from support.client_stub import own_shared_memory
 
-from rsrv.client.windows import OutOfSharedMemory, WindowPool, aligned
+from rsrv.client.windows import OutOfSharedMemory, WindowPool
 from rsrv.core.errors import ServerUnreachable
 
 
@@ -174,7 +174,3 @@ def test_many_threads_never_share_a_byte(pool):
         thread.join()
     assert foreign == []
     assert len(own_shared_memory()) <= 1
-
-
-def test_alignment_rounds_up():
-    assert [aligned(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]

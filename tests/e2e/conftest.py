@@ -1,7 +1,7 @@
-import glob
 import os
 
 import pytest
+from support.leftovers import in_shared_memory, left_since
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def _servers_share_what_they_have_compiled(compiled):
 def _nothing_is_left_in_shared_memory():
     """Where several processes test at a time, tests/conftest.py looks once, at the end: another test may be killing
     its clients meanwhile, and sweeps up after them later."""
-    before = set(glob.glob("/dev/shm/*rsrv*"))
+    before = in_shared_memory()
     yield
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        assert not set(glob.glob("/dev/shm/*rsrv*")) - before
+        assert left_since(before) == []
