@@ -1,13 +1,15 @@
-"""``rsrv infer`` and ``rsrv models``: call a running server."""
+"""How commands reach a server as its clients do, and ``rsrv models``, which asks one what it serves."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 import typer
 
 from rsrv.cli import output
+from rsrv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from rsrv.client.server import ModelMetadata, Server
@@ -15,68 +17,64 @@ if TYPE_CHECKING:
 UrlOption = Annotated[str, typer.Option("--url", help="Server: [grpc|grpcs://]host:port, [::1]:port or unix:path.")]
 DEFAULT_URL = "127.0.0.1:8001"
 
+RootCertOption = Annotated[
+    Path | None, typer.Option("--root-cert", metavar="FILE", help="Certificate (PEM) of who signed the server's.")
+]
+ClientCertOption = Annotated[
+    Path | None, typer.Option("--client-cert", metavar="FILE", help="Certificate (PEM) to show to the server.")
+]
+ClientKeyOption = Annotated[Path | None, typer.Option("--client-key", metavar="FILE", help="Its private key (PEM).")]
+MetadataOption = Annotated[
+    list[str] | None,
+    typer.Option("--metadata", metavar="KEY=VALUE", help="gRPC metadata for every call; again for more."),
+]
 
-def infer(
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
-    url: UrlOption = DEFAULT_URL,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input", "-i", help="NAME=@file.npy, NAME=JSON, NAME=zeros or NAME=random; once for each input."
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", min=1, help="Send the rows of the inputs N at a time; join the answers.")
-    ] = None,
-    shm: Annotated[
-        bool | None,
-        typer.Option("--shm/--no-shm", help="Insist on shared memory, or do without. [default: if possible]"),
-    ] = None,
-    output_dir: Annotated[
-        Path | None, typer.Option("--output-dir", help="Write each output to DIR/NAME.npy.", file_okay=False)
-    ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Send everything N times.")] = 1,
-    deadline: Annotated[float, typer.Option("--deadline", help="Seconds for each request; 0 for no limit.")] = 10.0,
-    as_json: output.JsonOption = False,
-) -> None:
-    """Send arrays to a model and show what comes back.
 
-    With --batch the inputs hold many rows along axis 0. They are sent N rows at a time, the outputs are joined.
-    JSON on stdout holds the values, unless they were written to files.
+class Credentials(TypedDict):
+    """Keywords of the handles of `rsrv.client`."""
 
-    Example:
-        rsrv infer net --input x=random
-        rsrv infer net --url 10.0.0.5:8001 --input x=@x.npy --batch 32 --output-dir out
-        rsrv infer net --input 'x=[[1, 2, 3]]' --json
-    """
-    from rsrv.cli import request
-    from rsrv.client.model import KServeModel
+    root_certificates: bytes | None
+    client_cert: bytes | None
+    client_key: bytes | None
+    metadata: tuple[tuple[str, str], ...]
 
-    mode: Literal["auto", "on", "off"] = "auto" if shm is None else "on" if shm else "off"
-    with KServeModel(url, model, shared_memory=mode, deadline=deadline) as handle:
-        metadata = handle.metadata()
-        arrays = request.read_inputs(inputs or [], metadata, rows=batch or 1)
-        run = request.send(handle, arrays, metadata, batch=batch, repeat=repeat)
-        transport = handle.transport or "inline"
-    files = request.write_outputs(run.outputs, output_dir) if output_dir is not None else {}
-    timing = run.timing()
-    if output.is_json():
-        values = {
-            name: {**request.describe(array), **({"file": files[name]} if files else {"data": array.tolist()})}
-            for name, array in run.outputs.items()
-        }
-        output.json({"model": model, "url": url, "transport": transport, "outputs": values, **timing})
-        return
-    output.table(None, request.SUMMARY_COLUMNS, [request.summary(name, a) for name, a in run.outputs.items()])
-    for path in files.values():
-        output.note(f"wrote {path}")
-    milliseconds = ", ".join(f"{key} {timing[f'{key}_ms']:.2f}" for key in ("median", "min", "max"))
-    output.note(f"{timing['requests']} × {transport}; milliseconds each: {milliseconds}")
+
+def credentials(
+    root_cert: Path | None, client_cert: Path | None, client_key: Path | None, metadata: Sequence[str]
+) -> Credentials:
+    """What the options of this name say, as keywords of the handles of `rsrv.client`. Raises UsageError."""
+    return {
+        "root_certificates": _bytes_of("--root-cert", root_cert),
+        "client_cert": _bytes_of("--client-cert", client_cert),
+        "client_key": _bytes_of("--client-key", client_key),
+        "metadata": tuple(_pair(text) for text in metadata),
+    }
+
+
+def _bytes_of(option: str, path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror or error}") from None
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """A line of metadata; whether gRPC takes it is for the handle to say."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--metadata {text!r}: wanted KEY=VALUE")
+    return key.lower(), value
 
 
 def models(
     url: UrlOption = DEFAULT_URL,
     ready: Annotated[bool, typer.Option("--ready", help="Only models that are ready.")] = False,
+    root_cert: RootCertOption = None,
+    client_cert: ClientCertOption = None,
+    client_key: ClientKeyOption = None,
+    metadata: MetadataOption = None,
     as_json: output.JsonOption = False,
 ) -> None:
     """List the models of a server with their tensors.
@@ -86,7 +84,7 @@ def models(
     """
     from rsrv.client.server import Server
 
-    with Server(url) as server:
+    with Server(url, **credentials(root_cert, client_cert, client_key, metadata or ())) as server:
         rows = [(entry, _tensors(server, entry.name)) for entry in server.models(ready=ready)]
     if output.is_json():
         output.json([{"name": e.name, "state": e.state, "reason": e.reason, **_sides(m)} for e, m in rows])

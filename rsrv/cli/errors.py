@@ -44,6 +44,9 @@ def report(error: BaseException) -> int:
     if isinstance(error, OSError) and error.strerror is not None:
         output.error(error.strerror if error.filename is None else f"{error.filename}: {error.strerror}")
         return EXIT_FAILED
+    if isinstance(error, MemoryError):
+        output.error(f"not enough memory: {error}" if str(error) else "not enough memory")
+        return EXIT_FAILED
     text = str(error).strip() or "no message"
     output.error(
         f"unexpected {type(error).__name__}: {text}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated
 
 import typer
@@ -26,6 +27,7 @@ from rsrv.cli import (
     shm,
     status,
 )
+from rsrv.cli.infer.command import infer
 
 app = typer.Typer(
     name="rsrv",
@@ -71,7 +73,7 @@ app.add_typer(bundle.app, name="bundle")
 app.add_typer(inspect.app, name="inspect")
 app.command()(serve.serve)
 app.command()(gateway.gateway)
-app.command()(client.infer)
+app.command()(infer)
 app.command()(client.models)
 app.command()(status.status)
 app.add_typer(ctl.app, name="ctl")
@@ -99,8 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return outcome if isinstance(outcome, int) else 0
 
 
+@lru_cache(maxsize=1)
 def command() -> typer.core.TyperGroup:
-    """The tree that Typer builds from `app`, with the examples in its help texts kept line by line."""
+    """The tree that Typer builds from `app`, with the examples in its help texts kept line by line; built once."""
     root = typer.main.get_command(app)
     assert isinstance(root, typer.core.TyperGroup)
     _keep_examples(root)

@@ -189,17 +189,34 @@ def progress(total: int) -> Iterator[Progress]:
         yield Shown(total)
 
 
+@contextmanager
+def bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """On a terminal, a bar on stderr of `total` things; what is yielded takes how many are done, from any thread."""
+    if _mode != "human" or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
+    with Progress(*columns, console=_console(sys.stderr), transient=True) as shown:
+        task = shown.add_task("", total=total)
+        yield lambda done: shown.update(task, completed=done)
+
+
 def error(error: RsrvError | str, *, hint: str | None = None) -> None:
-    """Say on stderr what failed and what to do about it; one JSON object in JSON mode."""
+    """Say on stderr what failed, with an error's notes, and what to do about it; one JSON object in JSON mode."""
     message = error if isinstance(error, str) else error.message
     hint = hint or (None if isinstance(error, str) else error.hint)
+    notes: Sequence[str] = getattr(error, "__notes__", ())
     if _mode == "json":
-        facts: dict[str, object] = {"message": message, "hint": hint}
+        facts: dict[str, object] = {"message": message, "hint": hint, **({"notes": notes} if notes else {})}
         if not isinstance(error, str):
             facts = {"code": error.code.name, "reason": error.reason, **facts}
         _write(sys.stderr, _json.dumps({"error": facts}, ensure_ascii=False))
         return
     _styled("error: ", "bold red", message)
+    for text in notes:
+        _styled("note: ", "cyan", text)
     if hint:
         _styled("hint: ", "cyan", hint)
 

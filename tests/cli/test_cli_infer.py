@@ -1,29 +1,25 @@
 """``rsrv infer`` and ``rsrv models`` against a stub server: what they send, print and return."""
 
+import errno
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
 
 import grpc
-import ml_dtypes
 import numpy as np
 import pytest
+from support.client_stub import StubServer, own_shared_memory
 
-from rsrv.cli import request
+from rsrv.cli.infer import sending, sources
 from rsrv.cli.main import main
-from rsrv.client import ModelMetadata, TensorMeta
-from rsrv.core.errors import UsageError
+from rsrv.client.steps import Pause
+from rsrv.core.shm.owned import OwnedRegion
 
 X = np.arange(20, dtype=np.float32).reshape(5, 4)
-META = ModelMetadata(
-    "net",
-    "stub",
-    (
-        TensorMeta("x", "FP32", (-1, 2)),
-        TensorMeta("n", "INT8", (-1,)),
-        TensorMeta("m", "BOOL", (2,)),
-        TensorMeta("h", "BF16", (-1, 2)),
-    ),
-    (),
-)
 
 
 def run(*arguments):
@@ -63,7 +59,7 @@ def test_batch_sends_the_rows_in_pieces_and_joins_the_answers_in_files(stub, x_f
     out_dir = tmp_path / "deep" / "out"
     arguments = ["--input", f"x=@{x_file}", "--batch", 2, "--output-dir", out_dir, "--shm"]
     assert run("infer", "twice", "--url", stub.url, *arguments) == 0
-    assert [list(request.inputs[0].shape) for request in stub.requests] == [[2, 4], [2, 4], [1, 4]]
+    assert sorted(list(request.inputs[0].shape) for request in stub.requests) == [[1, 4], [2, 4], [2, 4]]
     np.testing.assert_array_equal(np.load(out_dir / "y.npy"), 2 * X)
     assert np.load(out_dir / "total.npy").shape == (9,)
     assert f"wrote {out_dir / 'y.npy'}" in capsys.readouterr().err
@@ -109,9 +105,9 @@ def test_the_deadline_is_passed_on(stub, capsys):
     [
         ([], "no input for x FP32[-1,4]"),
         (["--input", "y=zeros"], "has no input 'y'; it has: x FP32[-1,4]"),
-        (["--input", "x"], "wanted NAME=@file.npy"),
+        (["--input", "x"], "wanted NAME=@FILE"),
         (["--input", "x=zeros", "--input", "x=zeros"], "given twice"),
-        (["--input", "x=zero"], "neither @file.npy, JSON, zeros nor random"),
+        (["--input", "x=zero"], "neither @file, JSON, zeros nor random"),
         (["--input", "x=[[1],[2,3]]"], "input 'x'"),
         (["--input", 'x=["a"]'], "numbers or booleans"),
         (["--input", "x=@/nowhere/x.npy"], "there is no file '/nowhere/x.npy'"),
@@ -150,83 +146,321 @@ def test_insisting_on_shared_memory_with_a_foreign_server_says_what_to_leave_out
     assert "leave out --shm" in err
 
 
-# --- how inputs are read ------------------------------------------------------------------------------------------
+# --- datasets -----------------------------------------------------------------------------------------------------
 
 
-def read(*specs, rows=1):
-    given = {spec.partition("=")[0] for spec in specs}
-    needed = ModelMetadata("net", "stub", tuple(t for t in META.inputs if t.name in given), ())
-    return request.read_inputs(specs, needed, rows=rows)
+@pytest.fixture
+def many(tmp_path):
+    """A file of 100 rows, and what the model answers to it."""
+    x = np.arange(400, dtype=np.float32).reshape(100, 4)
+    np.save(tmp_path / "many.npy", x)
+    return tmp_path / "many.npy", 2 * x
 
 
-def test_json_takes_the_dtype_of_the_model():
-    arrays = read("x=[[1, 2.5]]", "n=[1, -128]", "m=[true, false]", "h=[[0.5, 1]]")
-    assert {name: array.dtype.name for name, array in arrays.items()} == {
-        "x": "float32",
-        "n": "int8",
-        "m": "bool",
-        "h": "bfloat16",
-    }
-    np.testing.assert_array_equal(arrays["x"], np.float32([[1, 2.5]]))
-    np.testing.assert_array_equal(arrays["m"], [True, False])
+def dataset(stub, path, *arguments):
+    return run("infer", "twice", "--url", stub.url, "--input", f"x=@{path}", *arguments)
 
 
-@pytest.mark.parametrize("value", ["[128]", "[1.5]", "[1e30]"])
-def test_json_that_does_not_fit_the_dtype_is_refused_rather_than_rounded(value):
-    with pytest.raises(UsageError, match=r"'n'.*is not a INT8"):
-        read(f"n={value}")
+@pytest.mark.parametrize("shm", ["--shm", "--no-shm"])
+@pytest.mark.parametrize("told", [False, True])
+def test_a_dataset_comes_back_whole_and_in_order(stub, many, tmp_path, capsys, shm, told):
+    if told:
+        stub.batch_axes = {"x": 0, "y": 0}
+    path, y = many
+    assert dataset(stub, path, "--batch", 7, shm, "--only", "y", "--output", tmp_path / "y.npy") == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), y)
+    assert len(stub.requests) == 15
+    assert {len(request.outputs) for request in stub.requests} == ({1} if told or shm == "--shm" else {0})
+    out, err = capsys.readouterr()
+    assert out.splitlines()[1].split(maxsplit=6) == ["y", "float32", "100×4", "0", "399", "798", "0, 2, 4, 6, …"]
+    assert "100 rows, at most 7 a request, in " in err
+    assert f"15 × {'shared memory' if shm == '--shm' else 'inline'}; milliseconds each: median" in err
+    assert err.splitlines()[0] == f"wrote {tmp_path / 'y.npy'}"
+    assert own_shared_memory() == set()
 
 
-def test_bfloat16_files_are_read_back_as_numpy_writes_them(tmp_path):
-    array = np.array([[1.5, -2]], ml_dtypes.bfloat16)
-    files = request.write_outputs({"h": array}, tmp_path)
-    np.testing.assert_array_equal(read(f"h=@{files['h']}")["h"], array)
+def test_only_the_rows_of_a_request_are_read_at_a_time(stub, many, capsys, monkeypatch):
+    path, _ = many
+    asked = []
+
+    class Watched:
+        def __init__(self, rows):
+            self._rows, self.shape, self.dtype = rows, rows.shape, rows.dtype
+
+        def __getitem__(self, rows):
+            asked.append((rows.start, rows.stop))
+            return self._rows[rows]
+
+    honest = sources.files.READERS[".npy"]
+    monkeypatch.setitem(sources.files.READERS, ".npy", lambda *arguments: Watched(honest(*arguments)))
+    assert dataset(stub, path, "--batch", 30) == 0
+    assert sorted(asked) == [(0, 30), (30, 60), (60, 90), (90, 100)]
 
 
-def test_random_values_repeat_and_depend_on_the_dtype():
-    first, second = read("x=random", "n=random", "m=random", rows=100), read("x=random", "n=random", rows=100)
-    np.testing.assert_array_equal(first["x"], second["x"])
-    assert first["x"].shape == (100, 2)
-    assert first["x"].std() > 0.5
-    assert first["n"].min() >= 0
-    assert len(set(first["n"].tolist())) > 10
-    assert first["m"].shape == (2,)
+def test_json_lines_are_a_line_a_row(stub, tmp_path, capsys):
+    (tmp_path / "x.csv").write_text("a,b,c,d\n1,2,3,4\n5,6,7,8\n9,10,11,12\n")
+    assert dataset(stub, tmp_path / "x.csv", "--batch", 2, "--output", tmp_path / "y.jsonl") == 0
+    lines = [json.loads(line) for line in (tmp_path / "y.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"y": [2, 4, 6, 8], "total": [36, 2, 7]},
+        {"y": [10, 12, 14, 16], "total": [36, 2, 7]},
+        {"y": [18, 20, 22, 24], "total": [42, 1, 7]},
+    ]
 
 
-def test_rows_that_differ_between_inputs_cannot_be_batched():
-    with pytest.raises(UsageError, match="different numbers of rows"):
-        request.send(None, {"x": X[:, :2], "n": np.zeros(3, np.int8)}, META, batch=2, repeat=1)
-    with pytest.raises(UsageError, match="no input of model 'net' has rows"):
-        request.send(None, {"m": np.zeros(2, bool)}, META, batch=2, repeat=1)
+def test_auto_asks_the_server_how_many_rows_it_takes(stub, many, capsys):
+    path, _ = many
+    assert dataset(stub, path, "--batch", "auto", "--json") == 0
+    assert {request.inputs[0].shape[0] for request in stub.requests} == {8, 4}
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["rows"], answer["requests"]) == (100, 13)
+    assert answer["rows_per_second"] > 0
+    assert answer["bytes_per_second"] > 0
+    assert answer["outputs"]["total"]["shape"] == [39]
 
 
-def test_inputs_without_rows_go_along_with_every_piece():
-    sent = []
-
-    class Handle:
-        def infer(self, piece):
-            sent.append({name: array.shape for name, array in piece.items()})
-            return {"y": piece["x"], "loss": np.float32(len(piece["x"]))}
-
-    outputs = request.send(Handle(), {"x": X[:, :2], "m": np.zeros(2, bool)}, META, batch=3, repeat=1).outputs
-    assert sent == [{"x": (3, 2), "m": (2,)}, {"x": (2, 2), "m": (2,)}]
-    np.testing.assert_array_equal(outputs["y"], X[:, :2])
-    np.testing.assert_array_equal(outputs["loss"], [3, 2])
+def test_a_server_without_a_configuration_of_models_is_asked_a_row_at_a_time(stub, tmp_path, capsys):
+    stub.refuse["ModelConfig"] = (grpc.StatusCode.UNIMPLEMENTED, "no such method", "")
+    assert run("infer", "twice", "--url", stub.url, "--input", "x=random", "--rows", 3, "--batch", "auto") == 0
+    assert len(stub.requests) == 3
+    assert "3 rows, at most 1 a request" in capsys.readouterr().err
 
 
-def test_the_summary_of_an_output():
-    assert request.summary("y", np.float32([[1, 2], [3, 4.5]])) == (
-        "y",
-        "float32",
-        "2×2",
-        1,
-        2.625,
-        4.5,
-        "1, 2, 3, 4.5",
+def test_the_batch_is_a_number_or_auto(stub, capsys):
+    for batch in ("0", "-1", "many", "1.5"):
+        assert run("infer", "twice", "--url", stub.url, "--input", "x=zeros", "--batch", batch) == 2
+        assert f"--batch '{batch}': wanted" in capsys.readouterr().err
+
+
+def test_a_repeated_dataset_is_written_once(stub, many, tmp_path, capsys):
+    path, y = many
+    arguments = ["--batch", 25, "--repeat", 3, "--only", "y", "--output-dir", tmp_path / "out", "--json"]
+    assert dataset(stub, path, *arguments) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["requests"], answer["rows"]) == (12, 300)
+    assert answer["outputs"] == {"y": {"datatype": "FP32", "shape": [100, 4], "file": str(tmp_path / "out" / "y.npy")}}
+    np.testing.assert_array_equal(np.load(tmp_path / "out" / "y.npy"), y)
+
+
+def test_a_request_that_fails_is_named_by_its_rows_and_leaves_no_file(stub, many, tmp_path, capsys):
+    path, _ = many
+
+    def refuse_the_fourth(request, answer):
+        if request.inputs[0].shape[0] == 10 and np.frombuffer(request.raw_input_contents[0], np.float32)[0] == 120:
+            answer.outputs[0].shape[0] = 9
+            answer.raw_output_contents[0] = answer.raw_output_contents[0][:144]
+        return answer.SerializeToString()
+
+    stub.rewrite = refuse_the_fourth
+    assert dataset(stub, path, "--batch", 10, "--no-shm", "--output", tmp_path / "y.npz") == 1
+    err = capsys.readouterr().err
+    assert "error: output 'y' of items 30 to 39 has the shape [9, 4]; wanted 10 rows" in err
+    assert "note: " in err
+    assert not [name for name in os.listdir(tmp_path) if "y.npz" in name or name.endswith(".part")]
+
+
+def test_json_errors_hold_the_notes(stub, many, capsys):
+    stub.refuse["ModelInfer"] = (grpc.StatusCode.INVALID_ARGUMENT, "no", "invalid")
+    assert run("--json", "infer", "twice", "--url", stub.url, "--input", f"x=@{many[0]}", "--batch", 100) == 1
+    error = json.loads(capsys.readouterr().err)["error"]
+    assert error["message"] == "no"
+    assert any("0" in note and "99" in note for note in error["notes"])
+
+
+def test_an_interrupted_dataset_leaves_nothing(stub, many, tmp_path, capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sending.Dataset, "decode_chunk", interrupt)
+    before = set(os.listdir(tmp_path))
+    assert dataset(stub, many[0], "--batch", 10, "--output", tmp_path / "y.npz") == 130
+    assert set(os.listdir(tmp_path)) == before
+    assert own_shared_memory() == set()
+
+
+def test_a_terminal_shows_a_bar(stub, many, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert dataset(stub, many[0], "--batch", 10) == 0
+    assert "100/100" in capsys.readouterr().err
+
+
+def test_pictures_are_a_dataset(stub, tmp_path, capsys):
+    from PIL import Image
+
+    stub.outputs = [("y", "FP32", [-1, 4])]
+    for number in range(5):
+        Image.fromarray(np.full((2, 2), number, np.uint8)).save(tmp_path / f"{number}.png")
+    metadata = stub.ModelMetadata
+
+    def of_pictures(request, context):
+        answer = metadata(request, context)
+        answer.inputs[0].shape[:] = [-1, 2, 2]
+        return answer
+
+    stub.ModelMetadata = of_pictures
+    arguments = ["--batch", 2, "--image-scale", 1, "--image-mean", "1", "--only", "y", "--json"]
+    assert dataset(stub, tmp_path, *arguments) == 0
+    y = np.array(json.loads(capsys.readouterr().out)["outputs"]["y"]["data"])
+    np.testing.assert_array_equal(y[:, 0, 0], [-2, 0, 2, 4, 6])
+    (tmp_path / "3.png").write_bytes(b"damaged")
+    assert dataset(stub, tmp_path, *arguments) == 2
+    assert f"{tmp_path / '3.png'} is not a picture" in capsys.readouterr().err
+
+
+# --- how the server is reached ------------------------------------------------------------------------------------
+
+
+def test_it_is_said_why_there_is_no_shared_memory(stub, capsys, monkeypatch):
+    arguments = ["infer", "twice", "--url", stub.url, "--input", "x=zeros"]
+    stub.same_namespace = False
+    assert run(*arguments) == 0
+    assert "without shared memory: the server runs in another IPC namespace" in capsys.readouterr().err
+    assert run(*arguments, "--batch", 1, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["transport"] == "inline"
+    assert "another IPC namespace" in answer["why_inline"]
+    stub.refuse["IsSameIPCNamespace"] = (grpc.StatusCode.UNIMPLEMENTED, "no such method", "")
+    assert run(*arguments) == 0
+    assert "without shared memory: the server does not say whether" in capsys.readouterr().err
+    assert run(*arguments, "--no-shm") == 0
+    assert "without shared memory" not in capsys.readouterr().err
+
+
+def test_a_full_dev_shm_is_said(stub, capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(OwnedRegion, "create", full)
+    assert run("infer", "twice", "--url", stub.url, "--input", "x=zeros") == 0
+    assert "No space left on device" in capsys.readouterr().err
+    assert run("infer", "twice", "--url", stub.url, "--input", "x=zeros", "--batch", 1) == 0
+    assert "1 × inline" in capsys.readouterr().err
+
+
+def test_a_small_request_is_inline_and_says_why(stub, x_file, capsys):
+    assert run("infer", "twice", "--url", stub.url, "--input", f"x=@{x_file}") == 0
+    assert "without shared memory: less than 128.0 KiB are faster inline" in capsys.readouterr().err
+
+
+def test_a_region_that_is_lost_on_the_way_leaves_only_the_way_of_the_answers(stub, x_file, capsys, monkeypatch):
+    monkeypatch.setattr("rsrv.client.shared.LEAST_SHARED_BYTES", 0)
+    forgotten = (grpc.StatusCode.FAILED_PRECONDITION, "unregistered shared memory region", "shm_unregistered")
+    honest = stub.ModelInfer
+
+    def ModelInfer(request, context):
+        if not request.raw_input_contents:
+            stub.abort(context, *forgotten)
+        return honest(request, context)
+
+    stub.ModelInfer = ModelInfer
+    for batch in ([], ["--batch", 2]):
+        assert run("infer", "twice", "--url", stub.url, "--input", f"x=@{x_file}", *batch, "--json") == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["transport"] == "inline"
+        assert "given up" in answer["why_inline"]
+
+
+def test_sigterm_leaves_no_file_behind(stub, x_file, tmp_path):
+    some_done, over = threading.Event(), threading.Event()
+    honest = stub.ModelInfer
+
+    def ModelInfer(request, context):
+        if len(stub.requests) >= 3:
+            some_done.set()
+            over.wait(20)
+        return honest(request, context)
+
+    stub.ModelInfer = ModelInfer
+    arguments = ["--input", f"x=@{x_file}", "--batch", "1", "--only", "y", "--output", "y.npz"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rsrv", "infer", "twice", "--url", stub.url, *arguments],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
     )
-    assert request.summary("s", np.array(True)) == ("s", "bool", "scalar", 1, 1, 1, "1")
-    assert request.summary("e", np.zeros((0, 3), np.int64)) == ("e", "int64", "0×3", None, None, None, "")
-    assert np.isnan(request.summary("n", np.float32([np.nan, 1]))[4])
+    try:
+        assert some_done.wait(60)
+        process.send_signal(signal.SIGTERM)
+        _, words = process.communicate(timeout=30)
+    finally:
+        over.set()
+        process.kill()
+        process.wait()
+    assert process.returncode == 128 + signal.SIGTERM, words
+    assert os.listdir(tmp_path) == ["x.npy"]
+    assert not [name for name in os.listdir("/dev/shm") if f"-{process.pid}-" in name]
+
+
+def test_a_busy_server_is_asked_again_unless_told_not_to(stub, capsys, monkeypatch):
+    honest = stub.ModelInfer
+    monkeypatch.setattr(Pause, "take", lambda pause: None)
+
+    def full_at_first(request, context):
+        if stub.calls.count("ModelInfer") == 1:
+            stub.abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "queue is full", "queue_full")
+        return honest(request, context)
+
+    stub.ModelInfer = full_at_first
+    arguments = ["infer", "twice", "--url", stub.url, "--input", "x=zeros"]
+    assert run(*arguments, "--no-retry") == 1
+    assert "queue is full" in capsys.readouterr().err
+    stub.calls.clear()
+    assert run(*arguments) == 0
+    assert stub.calls.count("ModelInfer") == 2
+
+
+def test_metadata_is_sent_with_every_call(stub, capsys):
+    pairs = ["--metadata", "authorization=Bearer x=y", "--metadata", "X-Team=vision"]
+    assert run("infer", "twice", "--url", stub.url, "--input", "x=zeros", *pairs) == 0
+    assert stub.metadata["authorization"] == "Bearer x=y"
+    assert stub.metadata["x-team"] == "vision"
+    assert run("models", "--url", stub.url, "--metadata", "x-team=other") == 0
+    assert stub.metadata["x-team"] == "other"
+
+
+@pytest.mark.parametrize("text", ["novalue", "=x", "a b=x", "grpc-x=y", "a-bin=y", "a=\n", "ä=x"])
+def test_metadata_that_grpc_does_not_take_is_refused(stub, capsys, text):
+    assert run("infer", "twice", "--url", stub.url, "--input", "x=zeros", "--metadata", text) == 2
+    assert "metadata" in capsys.readouterr().err
+    assert stub.calls == []
+
+
+def test_certificates_are_read_from_files_and_need_an_address_with_tls(stub, tmp_path, capsys):
+    (tmp_path / "ca.pem").write_text("whatever")
+    url = ["infer", "twice", "--url", stub.url, "--input", "x=zeros"]
+    assert run(*url, "--root-cert", tmp_path / "ca.pem") == 2
+    assert "hint: write grpcs://" in capsys.readouterr().err
+    assert run(*url, "--root-cert", tmp_path / "no.pem") == 2
+    assert f"--root-cert {tmp_path / 'no.pem'}: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_call_over_tls(tmp_path, capsys):
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command to make certificates")
+    key, certificate = tmp_path / "key.pem", tmp_path / "server.pem"
+    options = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=x"]
+    names = ["-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", certificate]
+    subprocess.run(["openssl", "req", "-x509", *options, *names], check=True, capture_output=True)
+    stub = StubServer()
+    url = "grpcs://" + stub.listen_with_tls(key.read_bytes(), certificate.read_bytes())
+    with stub:
+        assert run("infer", "twice", "--url", url, "--input", "x=zeros", "--root-cert", certificate) == 0
+        assert run("models", "--url", url, "--root-cert", certificate) == 0
+
+
+def test_an_unknown_output_and_a_place_that_is_taken_are_refused_before_anything_is_sent(stub, tmp_path, capsys):
+    (tmp_path / "y.npz").write_text("precious")
+    url = ["infer", "twice", "--url", stub.url, "--input", "x=zeros"]
+    assert run(*url, "--only", "z") == 2
+    assert "--only z: model 'twice' has the outputs y, total" in capsys.readouterr().err
+    assert run(*url, "--output", tmp_path / "y.npz") == 2
+    assert "hint: --overwrite replaces it" in capsys.readouterr().err
+    assert run(*url, "--output", tmp_path / "y.npy") == 2
+    assert "choose one with --only NAME" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["y.npz"]
+    assert run(*url, "--output", tmp_path / "y.npz", "--overwrite") == 0
+    with np.load(tmp_path / "y.npz") as archive:
+        assert sorted(archive) == ["total", "y"]
 
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -249,10 +483,10 @@ def test_models_as_json(stub, capsys):
             "name": "twice",
             "state": "READY",
             "reason": "",
-            "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}],
+            "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 4], "batch_axis": None}],
             "outputs": [
-                {"name": "y", "datatype": "FP32", "shape": [-1, 4]},
-                {"name": "total", "datatype": "FP32", "shape": [3]},
+                {"name": "y", "datatype": "FP32", "shape": [-1, 4], "batch_axis": None},
+                {"name": "total", "datatype": "FP32", "shape": [3], "batch_axis": None},
             ],
         }
     ]
