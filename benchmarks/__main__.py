@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import first_light, gateway, reload, residency, restart, scheduler, serving
+from benchmarks import dataset, first_light, gateway, reload, residency, restart, scheduler, serving
 from benchmarks.load import pin
 from benchmarks.report import record, show, write
 from benchmarks.servers import DRIVER_CORE
@@ -23,6 +23,7 @@ CASES = {
     **residency.CASES,
     **reload.CASES,
     **gateway.CASES,
+    **dataset.CASES,
 }
 
 

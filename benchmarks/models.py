@@ -110,3 +110,23 @@ def rows(
         batch_sizes=list(batch_sizes),
         collect_git=False,
     )
+
+
+def images(repo: Path, *, batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)) -> None:
+    """``images``: f32[n,3,224,224] (602 112 bytes a row) → f32[n], the sum of every 32nd pixel of every 32nd line.
+
+    What it computes is little, and still different for every image.
+    """
+    from rsrv.export import export_bundle
+
+    export_bundle(
+        "jax-fn",
+        lambda a: a[:, :, ::32, ::32].sum((1, 2, 3)),
+        (np.ones((1, 3, 224, 224), np.float32),),
+        [],
+        dir=repo / "images",
+        input_names=["image"],
+        output_names=["total"],
+        batch_sizes=list(batch_sizes),
+        collect_git=False,
+    )

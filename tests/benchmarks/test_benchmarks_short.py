@@ -21,6 +21,8 @@ LONG = {
     "shared-host-weights",
     "gateway-fleet",
     "gateway-packing",
+    "dataset",
+    "client-cpu",
 }
 """Cases whose short form takes more than ten seconds; end-to-end tests do what they do, and look at the answers."""
 
