@@ -5,6 +5,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 NEWEST := .venv-newest
 OLD_TRITON := .venv-tritonclient-2.50
+MLSERVER := .venv-mlserver
+TRITON_SERVER := .venv-tritonserver
+TRITON_PYTHON ?= /usr/bin/python3.11
 ZOO_ENV := .venv-zoo
 GPU_ENV := .venv-gpu
 GPU_PYTHON ?= $(GPU_ENV)/bin/python
@@ -24,7 +27,7 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-pytest: $(VENV)/.dev $(VENV)/.weights $(OLD_TRITON)/.ready
+pytest: $(VENV)/.dev $(VENV)/.weights $(OLD_TRITON)/.ready $(MLSERVER)/.ready
 	RSRV_REQUIRE_CONTRACT_ENVS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-newest: $(NEWEST)/.ready ## the rooms that touch jax, on the newest one that pyproject.toml allows
@@ -104,4 +107,19 @@ $(OLD_TRITON)/.ready:
 	$(PYTHON) -m venv $(OLD_TRITON)
 	$(OLD_TRITON)/bin/python -m pip install --quiet --disable-pip-version-check 'tritonclient==2.50.0' 'grpcio' 'protobuf<6' 'numpy' 'python-rapidjson' 'packaging' 'nvidia-cuda-runtime-cu12'
 	-cd $(OLD_TRITON) && apt-get download -qq libb64-0d && dpkg-deb -x libb64-0d_*.deb libb64 && rm libb64-0d_*.deb
+	touch $@
+
+# mlserver, for which our client is a foreign one: a folder of packages beside those of our own environment.
+$(MLSERVER)/.ready: $(VENV)/.dev tests/contract/requirements-mlserver.txt
+	rm -rf $(MLSERVER)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(MLSERVER) -r tests/contract/requirements-mlserver.txt
+	touch $@
+
+# The real tritonserver, on the CPU, out of the wheel of nvidia-pytriton. Its Python backend takes the interpreter that
+# its stub is linked with: a Python 3.11 with a shared libpython, such as Debian's; with numpy 2 its answers are empty.
+# Never in CI: its test skips without it.
+$(TRITON_SERVER)/.ready: $(VENV)/.dev
+	$(TRITON_PYTHON) -m venv --clear --without-pip $(TRITON_SERVER)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --python-version 3.11 --only-binary :all: --target $(TRITON_SERVER)/lib/python3.11/site-packages 'nvidia-pytriton==0.7.0' 'numpy<2'
+	cp $(TRITON_SERVER)/lib/python3.11/site-packages/pytriton/tritonserver/python_backend_stubs/3.11/triton_python_backend_stub $(TRITON_SERVER)/lib/python3.11/site-packages/pytriton/tritonserver/backends/python/
 	touch $@
