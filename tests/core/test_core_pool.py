@@ -22,7 +22,7 @@ LONG = 30.0
 
 
 def own_objects() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name or name.startswith("rsrvtest")}
+    return {name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name}
 
 
 def mapped(name: str) -> bool:
@@ -118,7 +118,7 @@ def test_a_shared_pool_has_a_random_key_of_its_own_and_an_inline_one_has_none():
 
 
 def test_an_explicit_key_is_taken_as_it_is_and_only_once():
-    key = f"/rsrvtest-pool-{os.urandom(4).hex()}"
+    key = f"/rsrvtest-pool-{os.getpid()}-{os.urandom(4).hex()}"
     with BufferPool(64, key=key) as pool:
         assert (pool.key, pool.region_name) == (key, key[1:])
         assert key[1:] in own_objects()

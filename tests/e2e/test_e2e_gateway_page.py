@@ -58,13 +58,21 @@ class Site:
             blocking=False,
         )
         stack.callback(gateway.stop, 0.0)
+        self._prober = gateway.prober
         self.url = f"127.0.0.1:{gateway.grpc_port}"
         self._ports = {"8001": str(gateway.grpc_port)}
         for number, worker in enumerate(workers, 1):
             self._ports |= {f"810{number}": str(worker.grpc_port), f"820{number}": str(worker.http_port)}
 
+    def _wait_for_rounds(self) -> None:
+        """Until the gateway has looked at its workers since now, as it has when people type the next command."""
+        wanted, end = self._prober.rounds + 2, time.monotonic() + SECONDS
+        while self._prober.rounds < wanted and time.monotonic() < end:
+            time.sleep(0.02)
+
     def run(self, text: str) -> tuple[int, str]:
         """The exit code of a command, and what it printed, as the page would have it."""
+        looks = text.startswith(LOOKS)
         for there, here in self._ports.items():
             text = re.sub(rf"(?<=127\.0\.0\.1:){there}\b", here, text)
         text = re.sub(r"^rsrv ctl ", f"rsrv ctl --url {self.url} ", text)
@@ -72,6 +80,8 @@ class Site:
         printed = io.StringIO()
         with redirect_stdout(printed), redirect_stderr(printed):
             code = main(shlex.split(text)[1:])
+        if not looks:
+            self._wait_for_rounds()
         shown = printed.getvalue()
         for there, here in self._ports.items():
             shown = re.sub(rf"(?<=127\.0\.0\.1:){here}\b", there, shown)
