@@ -91,7 +91,8 @@ class Exchange:
                 counted.open -= answered_by_server(error)
                 raise
             counted.open -= 1
-            return decode_response(answer).with_places(outputs)
+            message = decode_response(answer)
+            return message if region is None else message.with_places(outputs)
 
         def send() -> Steps[ResponseMessage]:
             return with_retries(self._policy, self._tokens, budget, attempt)

@@ -22,7 +22,7 @@ from rsrv.client.exchange import Attempts, Exchange
 from rsrv.client.facts import ModelFacts
 from rsrv.client.retry import RetryPolicy
 from rsrv.client.server import ModelMetadata
-from rsrv.client.shared import INLINE, MODES, SHARED, Layout, Mode
+from rsrv.client.shared import INLINE, MODES, SHARED, Layout, Mode, worthwhile
 from rsrv.client.steps import Steps, run
 from rsrv.client.tensors import InferInput, InferResponse, wire_array
 from rsrv.client.transport import endpoints
@@ -320,8 +320,8 @@ class KServeModel:
         facts = self._facts
         if not facts.sizes_known:
             yield from self._exchange.prepare(lambda: facts.learn_sizes(budget), budget)
-        layout = Layout.of(tensors, facts.output_sizes(outputs, tensors))
-        return layout if layout.worthwhile or self.mode == "on" else None
+        sizes = facts.output_sizes(outputs, tensors)
+        return Layout.of(tensors, sizes) if self.mode == "on" or worthwhile(tensors, sizes) else None
 
     def _shares_memory(self, budget: Budget) -> Steps[bool]:
         """Whether to use shared memory. The first call asks the server, which takes time; later ones know."""

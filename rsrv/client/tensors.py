@@ -79,13 +79,14 @@ class InferResponse:
         """The output `name`, in its wire shape. Raises InvalidRequest, listing the names, for one that is not there."""
         if name not in self.names:
             raise InvalidRequest(f"the response has no output {name!r}; it has: {', '.join(self.names) or 'none'}")
-        return self._shared[name] if name in self._shared else _present(name, self._message.array(name))
+        array = self._message.array(name)
+        return array if array is not None else _present(name, self._shared.get(name))
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All outputs by name, in the order of the answer."""
         shared = self._shared
         return {
-            name: shared[name] if array is None and name in shared else _present(name, array)
+            name: array if array is not None else _present(name, shared.get(name))
             for name, array in self._message.arrays().items()
         }
 

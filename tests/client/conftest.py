@@ -19,3 +19,4 @@ def no_shared_memory_left_behind():
 def every_call_is_large_enough_for_shared_memory(monkeypatch):
     """The arrays of these tests are small."""
     monkeypatch.setattr("rsrv.client.shared.LEAST_SHARED_BYTES", 0)
+    monkeypatch.setattr("rsrv.client.dataset.answers.LEAST_WINDOW_BYTES", 0)

@@ -62,10 +62,10 @@ def test_a_server_that_sees_our_memory_is_sent_regions_both_ways(server, mode):
 
 @pytest.mark.parametrize(
     ("mode", "rows", "way"),
-    [("auto", 8188, "inline"), ("auto", 8192, "shared memory"), ("on", 2, "shared memory")],
+    [("auto", 8191, "inline"), ("auto", 8192, "shared memory"), ("on", 2, "shared memory")],
 )
 def test_auto_keeps_small_calls_inline_inputs_and_outputs_together(server, monkeypatch, mode, rows, way):
-    monkeypatch.setattr("rsrv.client.shared.LEAST_SHARED_BYTES", 8192 * 4 * 4 * 2 + 64)  # x, y, and total's place
+    monkeypatch.setattr("rsrv.client.shared.LEAST_SHARED_BYTES", 8192 * 4 * 4 * 2 + 12)  # x, y and total
     x = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)
     with KServeModel(server.url, "twice", shared_memory=mode) as model:
         np.testing.assert_array_equal(model.infer({"x": x})["y"], 2 * x)

@@ -20,6 +20,9 @@ from rsrv.core.wire.response import ResponseMessage
 Windows = Mapping[str, PoolSlot]
 """Where the server may write an output: a part of the chunk's slot, by the output's name."""
 
+LEAST_WINDOW_BYTES = 32 << 10
+"""An output of a request that is smaller comes in the message: cheaper for both sides than a place in shared memory."""
+
 
 def items_text(rows: range) -> str:
     """``item 7`` or ``items 32 to 63``, for messages."""
@@ -36,9 +39,9 @@ def require_rows(name: str, array: np.ndarray, rows: range, hint: str) -> None:
 
 
 def carve_windows(specs: Sequence[OutputSpec], n_rows: int, slot: PoolSlot) -> dict[str, PoolSlot]:
-    """Room for the declared outputs of `n_rows` items behind the inputs in `slot`; none for outputs without bytes."""
+    """Room for the declared outputs of `n_rows` items behind the inputs in `slot`; none for small ones."""
     sizes = {spec.name: spec.item_bytes * n_rows for spec in specs}
-    return {name: slot.subslot(size) for name, size in sizes.items() if size}
+    return {name: slot.subslot(size) for name, size in sizes.items() if size >= max(LEAST_WINDOW_BYTES, 1)}
 
 
 def requested_outputs(specs: Sequence[OutputSpec], windows: Windows) -> list[RequestedOutput]:
