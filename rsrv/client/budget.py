@@ -33,6 +33,11 @@ class Budget:
             raise DeadlineExceeded(f"the deadline of {self.seconds:g} s passed before the request was sent")
         return left
 
+    def end(self) -> float | None:
+        """When it is used up, on the clock, None without a limit; raises DeadlineExceeded when that has passed."""
+        self.remaining()
+        return self._end
+
     def at_most(self, seconds: float) -> float:
         """What is left, but no more than `seconds`: the timeout of a call that only prepares the request."""
         left = self.remaining()

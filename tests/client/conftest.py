@@ -1,6 +1,8 @@
 import pytest
 from support.client_stub import StubServer, own_shared_memory
 
+from rsrv.client import client_init
+
 
 @pytest.fixture
 def server():
@@ -20,3 +22,16 @@ def every_call_is_large_enough_for_shared_memory(monkeypatch):
     """The arrays of these tests are small."""
     monkeypatch.setattr("rsrv.client.shared.LEAST_SHARED_BYTES", 0)
     monkeypatch.setattr("rsrv.client.dataset.answers.LEAST_WINDOW_BYTES", 0)
+
+
+@pytest.fixture
+def small_pools():
+    """Eight slots of 512 bytes: 32 items of 16 bytes each, or 16 with their outputs."""
+    client_init(pool_bytes=4096)
+    yield
+    client_init()
+
+
+@pytest.fixture(params=["off", "on"])
+def mode(request):
+    return request.param

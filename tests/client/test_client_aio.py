@@ -10,22 +10,12 @@ from support.client_stub import own_shared_memory
 
 from rsrv.client import AsyncKServeModel, InferenceIO, OutputSpec, RetryPolicy, pool_view, scratch
 from rsrv.client.transport import pools
-from rsrv.client.transport.lifecycle import client_init
 from rsrv.core.errors import InvalidRequest, ServerUnreachable, UnknownModel, UsageError
 
 X = np.arange(120, dtype=np.float32).reshape(30, 4)
 
 
-@pytest.fixture(autouse=True)
-def small_pools():
-    client_init(pool_bytes=4096)
-    yield
-    client_init()
-
-
-@pytest.fixture(params=["off", "on"])
-def mode(request):
-    return request.param
+pytestmark = pytest.mark.usefixtures("small_pools")
 
 
 @pytest.fixture

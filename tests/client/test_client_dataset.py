@@ -39,17 +39,7 @@ DRIVERS = [infer_sync, infer_async]
 NO_RETRY = RetryPolicy(enabled=False)
 
 
-@pytest.fixture(autouse=True)
-def small_pools():
-    """Eight slots of 512 bytes: 32 items of 16 bytes each, or 16 with their outputs."""
-    client_init(pool_bytes=4096)
-    yield
-    client_init()
-
-
-@pytest.fixture(params=["off", "on"])
-def mode(request):
-    return request.param
+pytestmark = pytest.mark.usefixtures("small_pools")
 
 
 @pytest.fixture

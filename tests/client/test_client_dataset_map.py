@@ -9,18 +9,13 @@ import pytest
 from support.client_stub import own_shared_memory
 
 from rsrv.client import KServeModel, RetryPolicy
-from rsrv.client.transport.lifecycle import client_init
 from rsrv.core.errors import InvalidRequest, InvalidResponse, ModelPreparing, UnknownModel, UsageError
 
 X = np.arange(120, dtype=np.float32).reshape(30, 4)
 NO_METADATA = (grpc.StatusCode.UNIMPLEMENTED, "no such method", "")
 
 
-@pytest.fixture(autouse=True)
-def small_pools():
-    client_init(pool_bytes=4096)
-    yield
-    client_init()
+pytestmark = pytest.mark.usefixtures("small_pools")
 
 
 @pytest.fixture(params=["off", "on"])

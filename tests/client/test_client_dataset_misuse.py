@@ -24,18 +24,13 @@ from rsrv.client.dataset import course as courses
 from rsrv.client.dataset.survey import survey
 from rsrv.client.steps import Lend, run
 from rsrv.client.transport import pools
-from rsrv.client.transport.lifecycle import client_init
 from rsrv.core.errors import DeadlineExceeded, InvalidRequest, UsageError
 
 X = np.arange(120, dtype=np.float32).reshape(30, 4)
 OPTIONS = {"shared_memory": "off", "max_batch_size": 4, "retry": RetryPolicy(enabled=False)}
 
 
-@pytest.fixture(autouse=True)
-def small_pools():
-    client_init(pool_bytes=4096)
-    yield
-    client_init()
+pytestmark = pytest.mark.usefixtures("small_pools")
 
 
 @pytest.fixture

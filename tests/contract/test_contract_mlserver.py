@@ -12,19 +12,15 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from support.rows_io import Rows
 
 from rsrv.client import (
     AsyncKServeModel,
-    InferenceIO,
-    InferOutput,
     KServeModel,
-    OutputSpec,
     Server,
     infer_async,
     infer_sync,
     model_io_spec,
-    pool_view,
-    scratch,
     validate_io,
 )
 from rsrv.core.errors import RsrvError, UnknownModel
@@ -92,33 +88,6 @@ def wait_ready(url, process, log):
             if process.poll() is not None or time.monotonic() > until:
                 raise AssertionError(f"mlserver is not ready:\n{log.read_text()}")
             time.sleep(0.05)
-
-
-class Rows(InferenceIO):
-    """A dataset of f32[4]: item `i` is ``[4i, 4i+1, 4i+2, 4i+3]``."""
-
-    def __init__(self, items):
-        self.x = np.arange(items * 4, dtype=np.float32).reshape(items, 4)
-        self.y = np.full_like(self.x, np.nan)
-        self.requests = []
-
-    def __len__(self):
-        return len(self.x)
-
-    def item_input_bytes(self):
-        return 16
-
-    def output_specs(self):
-        return [OutputSpec("y", np.float32, (4,))]
-
-    def encode_chunk(self, rows, slot):
-        x = scratch(slot, "x", (len(rows), 4), np.float32)
-        pool_view(x)[:] = self.x[rows.start : rows.stop]
-        return x
-
-    def decode_chunk(self, rows, response):
-        self.requests.append(len(rows))
-        self.y[rows.start : rows.stop] = InferOutput("y", response, np.float32)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, np.int64, np.int32, np.uint8, np.int16])

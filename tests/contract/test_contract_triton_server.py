@@ -14,18 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.rows_io import Rows
 
 from rsrv.client import (
-    InferenceIO,
-    InferOutput,
     KServeModel,
-    OutputSpec,
     Server,
     infer_async,
     infer_sync,
     model_io_spec,
-    pool_view,
-    scratch,
 )
 from rsrv.core.errors import RsrvError, UnknownModel
 
@@ -104,37 +100,6 @@ def server(tmp_path_factory):
         server.kill()
 
 
-class Rows(InferenceIO):
-    def __init__(self, items, at=None, then=None):
-        self.x = np.arange(items * 4, dtype=np.float32).reshape(items, 4)
-        self.y = np.full_like(self.x, np.nan)
-        self.sizes = []
-        self.at, self.then = at, then
-
-    def __len__(self):
-        return len(self.x)
-
-    def item_input_bytes(self):
-        return 16
-
-    def output_specs(self):
-        return [OutputSpec("y", np.float32, (4,))]
-
-    def encode_chunk(self, rows, slot):
-        if rows.start == self.at:
-            self.then()
-        x = scratch(slot, "x", (len(rows), 4), np.float32)
-        pool_view(x)[:] = self.x[rows.start : rows.stop]
-        return x
-
-    def decode_chunk(self, rows, response):
-        self.sizes.append(len(rows))
-        self.y[rows.start : rows.stop] = InferOutput("y", response, np.float32)
-
-    def is_right(self):
-        return np.array_equal(self.y, 2 * self.x + 1)
-
-
 @pytest.mark.parametrize(("mode", "transport"), [("off", "inline"), ("auto", "inline"), ("on", "shared memory")])
 def test_one_call_is_right_and_auto_does_not_trust_a_server_without_a_probe(server, mode, transport):
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -150,7 +115,7 @@ def test_a_dataset_is_right_in_chunks_that_the_model_config_allows(server, mode,
     with KServeModel(server.url, "affine", max_batch_size="auto", shared_memory=mode) as model:
         drive(model, data)
     assert data.is_right()
-    assert sorted(data.sizes) == [4] + [8] * 12
+    assert sorted(data.requests) == [4] + [8] * 12
 
 
 def test_its_metadata_gives_a_spec(server):

@@ -134,7 +134,7 @@ class Course:
                     hint="use infer or model(x) there, which need none of them, or map before or afterwards",
                 )
             try:
-                slot = yield Lend(pool, geometry.span, _instant(budget))
+                slot = yield Lend(pool, geometry.span, budget.end())
             except PoolWithdrawn as error:
                 inline = yield from self._replace(pool, budget, error)
                 continue
@@ -247,13 +247,6 @@ class Course:
             with self._gate:
                 self._inside.remove(me)
                 self._gate.notify_all()
-
-
-def _instant(budget: Budget) -> float | None:
-    import time
-
-    left = budget.remaining()
-    return None if left is None else time.monotonic() + left
 
 
 def _entry(one: PoolInferInput, *, shared: bool) -> Entry:

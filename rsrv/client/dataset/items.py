@@ -14,8 +14,8 @@ import numpy as np
 from rsrv.client.dataset.course import Course
 from rsrv.client.dataset.form import Form
 from rsrv.client.dataset.io import InferenceIO, OutputSpec, PoolInferInput, pool_view
-from rsrv.client.dataset.rows import carve
-from rsrv.client.dataset.survey import Batch, Survey, naming_metadata, survey
+from rsrv.client.dataset.rows import carve, surveyed_form
+from rsrv.client.dataset.survey import Batch, Survey
 from rsrv.client.steps import Steps
 from rsrv.core.errors import InvalidRequest, UsageError
 
@@ -122,10 +122,7 @@ class ItemMap:
         cls, model: KServeModel, first: Any, batch: Batch = None, outputs: Sequence[str] | None = None
     ) -> Steps[ItemMap]:
         """The first item decides what all of them look like; it has to be added, too."""
-        found = yield from survey(model, batch)
-        metadata = yield from naming_metadata(model, found.metadata, first)
-        form = Form.of(model.model_name, first, outputs, metadata)
-        form.check_rows(found.limit)
+        found, form = yield from surveyed_form(model, first, batch, outputs)
         tensors = form.tensors(first, "item 0")
         form.check_items(tensors, "item 0")
         return cls(model, form, tensors, found)

@@ -14,7 +14,7 @@ from rsrv.client.dataset.course import Course
 from rsrv.client.dataset.driver import Progress, drive
 from rsrv.client.dataset.form import Form
 from rsrv.client.dataset.io import InferenceIO, OutputSpec, PoolInferInput, pool_view, scratch
-from rsrv.client.dataset.survey import Batch, known_metadata, naming_metadata, survey
+from rsrv.client.dataset.survey import Batch, Survey, known_metadata, naming_metadata, survey
 from rsrv.client.steps import Aside, Steps, run
 from rsrv.client.tensors import wire_array
 from rsrv.core.dtypes import DType
@@ -100,6 +100,17 @@ def carve(slot: PoolSlot, arrays: Mapping[str, np.ndarray], n_rows: int) -> list
     return scratch(slot, layout)
 
 
+def surveyed_form(
+    model: KServeModel, data: Any, batch: Batch, outputs: Sequence[str] | None
+) -> Steps[tuple[Survey, Form]]:
+    """How every map begins: what the server says, and the form of `data`, or of its first item."""
+    found = yield from survey(model, batch)
+    metadata = yield from naming_metadata(model, found.metadata, data)
+    form = Form.of(model.model_name, data, outputs, metadata)
+    form.check_rows(found.limit)
+    return found, form
+
+
 class RowMap:
     """A map over arrays: run its `course`, None when there are no rows, and read the `result`."""
 
@@ -112,10 +123,7 @@ class RowMap:
     def prepare(
         cls, model: KServeModel, data: Any, batch: Batch = None, outputs: Sequence[str] | None = None
     ) -> Steps[RowMap]:
-        found = yield from survey(model, batch)
-        metadata = yield from naming_metadata(model, found.metadata, data)
-        form = Form.of(model.model_name, data, outputs, metadata)
-        form.check_rows(found.limit)
+        found, form = yield from surveyed_form(model, data, batch, outputs)
         arrays = form.tensors(data, "the data")
         io = RowsIO(arrays, form)
         # No element is read: an item in shape alone.
