@@ -296,8 +296,8 @@ def test_weights_that_were_replaced_are_served_and_reported(tmp_path):
     with ServerProcess(tmp_path) as server:
         server.wait_ready()
         np.testing.assert_array_equal(infer(server, "m", [[1, 2, 3]]), [[11, 21, 31]])
+        server.wait_for_log("model modified name=m files=weights.safetensors")
         assert server.stop() == 0
-        assert "model modified name=m files=weights.safetensors" in server.log
     with ServerProcess(tmp_path, env={"RSRV_WORKER_BUNDLES_DIGESTS": "strict"}) as server:
         server.wait_settled()
         with pytest.raises(grpc.RpcError, match=r"weights\.safetensors has sha256"):

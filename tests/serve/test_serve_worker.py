@@ -173,9 +173,12 @@ def test_a_stuck_execution_makes_the_server_unready_until_it_returns(repo):
 
 def test_both_ports_answer_before_any_bundle_is_opened_and_models_are_served_as_they_get_ready(repo, monkeypatch):
     gates = {"affine": threading.Event(), "single": threading.Event()}
+    opened_all = threading.Event()
     compile_model = Loader._compile
 
     def gated(self, opened, *rest):
+        # No model gets here before all are opened.
+        opened_all.set()
         gates[opened.entry.name].wait(60)
         return compile_model(self, opened, *rest)
 
@@ -205,6 +208,7 @@ def test_both_ports_answer_before_any_bundle_is_opened_and_models_are_served_as_
             assert refused(client.infer, X) == ("UNAVAILABLE", "preparing", "model 'affine' is being prepared")
             assert refused(client.infer, X, model="nobody")[:2] == ("NOT_FOUND", "unknown_model")
             assert not client.call("ModelReady", name="affine").ready
+            assert opened_all.wait(60)
             assert list(client.call("ModelMetadata", name="affine").batch_sizes) == [1, 4, 8]
             assert client.health("affine") == health.HealthCheckResponse.NOT_SERVING
             gates["affine"].set()

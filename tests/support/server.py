@@ -91,6 +91,14 @@ class ServerProcess:
                 raise AssertionError(f"/readyz: {status} {body}\n{self.log}")
             time.sleep(0.02)
 
+    def wait_for_log(self, text: str, seconds: float = START_SECONDS) -> None:
+        """Wait for what the server says in its own time, such as that of a thread that gives way to all others."""
+        until = time.monotonic() + seconds
+        while text not in self.log:
+            if time.monotonic() > until or self.process.poll() is not None:
+                raise AssertionError(f"not said: {text!r}\n{self.log}")
+            time.sleep(0.02)
+
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of a series that have these labels."""
         from prometheus_client.parser import text_string_to_metric_families
