@@ -14,7 +14,10 @@ GPU_PYTHON ?= $(GPU_ENV)/bin/python
 # One more than CI has cores: a sixth of the time tests wait for processes, timeouts and disks.
 TEST_PROCESSES ?= 3
 
-.PHONY: demo test test-newest test-gpu check lint format pytest examples protos docs bench soak zoo clean
+# A server that a test starts would compile all of rsrv anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test test-newest test-gpu check types collected format pytest examples protos docs bench soak zoo clean
 
 demo: $(VENV)/.serve ## export, check, serve and call a small model: the newcomer's first minute
 	$(BIN)/rsrv demo
@@ -24,8 +27,16 @@ test: check pytest examples ## everything that CI runs
 check: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(MAKE) --no-print-directory -j 2 types collected
 	$(BIN)/lint-imports
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+# Beside mypy, which has one thread: compiles the tests once, and not once in each of pytest's processes.
+collected: $(VENV)/.dev
+	@mkdir -p build
+	$(BIN)/pytest --collect-only --quiet > build/collected.txt || (cat build/collected.txt; exit 1)
 
 pytest: $(VENV)/.dev $(VENV)/.weights $(OLD_TRITON)/.ready $(MLSERVER)/.ready
 	RSRV_REQUIRE_CONTRACT_ENVS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
