@@ -341,7 +341,6 @@ class StreamCall(GrpcioCall):
                 self._run(task)
             self._concluding = True
         self._conclude()
-        self._engine.stream_ended()
 
     def _read(self) -> None:
         """On a thread of its own: pass on the request messages, each when the one before has been handled."""

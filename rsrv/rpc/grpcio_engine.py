@@ -163,10 +163,6 @@ class GrpcioEngine:
             self._readers.add(thread)
         thread.start()
 
-    def stream_ended(self) -> None:
-        with self._lock:
-            self._streams -= 1
-
     def handler(self, path: str) -> grpc.RpcMethodHandler[Any, Any]:
         """What grpcio runs for `path`; an unknown one is answered like any other error, with a reason."""
         return self._handlers.get(path) or _unknown(path)
@@ -180,11 +176,11 @@ class GrpcioEngine:
 
         def server_stream(body: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
             message_arrived()
-            return StreamCall(path, body, context, self).serve(self._admit(handler))
+            return self._stream(StreamCall(path, body, context, self), handler)
 
         def bidi(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             message_arrived()
-            return StreamCall(path, b"", context, self, messages).serve(self._admit(handler))
+            return self._stream(StreamCall(path, b"", context, self, messages), handler)
 
         if route.kind == "unary":
             return grpc.unary_unary_rpc_method_handler(unary)
@@ -192,12 +188,22 @@ class GrpcioEngine:
             return grpc.unary_stream_rpc_method_handler(server_stream)
         return grpc.stream_stream_rpc_method_handler(bidi)
 
-    def _admit(self, handler: Callable[[Call], None]) -> Callable[[Call], None]:
-        """`handler`, or one that refuses when too many streams are open."""
+    def _stream(self, call: StreamCall, handler: Callable[[Call], None]) -> Iterator[bytes]:
+        """Let `call` begin, or refuse it when too many streams are open; one that is refused takes no place."""
         with self._lock:
-            self._streams += 1
-            full = self._streams > self._max_streams
-        return self._refuse_stream if full else handler
+            full = self._streams >= self._max_streams
+            if not full:
+                self._streams += 1
+        if full:
+            return call.serve(self._refuse_stream)
+        try:
+            return call.serve(handler)
+        finally:
+            self.threads.afterwards(self._stream_ended)
+
+    def _stream_ended(self) -> None:
+        with self._lock:
+            self._streams -= 1
 
     def _refuse_stream(self, call: Call) -> None:
         call.fail(Shed(f"{self._max_streams} streaming calls are open, which is the limit"))

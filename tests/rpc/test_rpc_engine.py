@@ -436,7 +436,7 @@ def test_clients_that_send_no_message_cannot_hold_all_threads(wait_until, caplog
         headers = hpack.Encoder().encode({**fields, "content-type": "application/grpc"}, huffman=False)
         for stream in (1, 3, 5, 7):  # as many as there are threads
             connection.sendall(frame(HEADERS, END_HEADERS, stream, headers))
-        wait_until(lambda: engine.threads.size == 4)
+        wait_until(lambda: [worker.waiting_since > 0 for worker in engine.threads._workers] == [True] * 4)
         assert ask(port) == b"ok"
     assert "calls without a message cancelled" in caplog.text
     engine.stop(0)

@@ -1,13 +1,16 @@
 """Server-streaming and bidirectional calls on the grpcio engine."""
 
+import contextlib
 import queue
 import threading
 
 import grpc
 import pytest
+from support.deadlines import overdue
 
 from rsrv.core.errors import InvalidRequest
 from rsrv.rpc import Route
+from rsrv.rpc.grpcio_call import StreamCall
 
 STREAM = "/test.Service/Stream"
 BIDI = "/test.Service/Bidi"
@@ -124,24 +127,33 @@ def test_deferred_functions_run_on_the_streams_thread(serve):
 
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 def test_a_stream_whose_client_went_away_frees_its_thread(serve, how, wait_until):
-    calls, told, ended = queue.SimpleQueue(), [], threading.Event()
+    calls = {}
 
     def handle(call):
         if call.body == b"next":
             call.send([b"ok"])
             call.finish()
             return
+        told, ended = [], threading.Event()
         call.on_cancel(lambda: told.append(1))
         call.on_end(ended.set)
         call.send([b"hello"])
-        calls.put(call)
+        calls[call.body] = call, told, ended
 
     engine, channel = serve({STREAM: Route(handle, "server_stream")}, threads=1)
-    stream = channel.unary_stream(STREAM)(b"", timeout=None if how == "cancel" else 0.3)
-    assert next(stream) == b"hello"
-    call = calls.get(timeout=WAIT)
-    if how == "cancel":
-        stream.cancel()
+
+    def begin(seconds):
+        stream = channel.unary_stream(STREAM)(b"%g" % seconds, timeout=None if how == "cancel" else seconds)
+        with contextlib.suppress(grpc.RpcError):
+            assert next(stream) == b"hello"
+            seen.append(b"%g" % seconds)
+        if how == "cancel":
+            stream.cancel()
+
+    seen = []
+    overdue(begin, lambda: seen)
+    wait_until(lambda: seen[0] in calls)
+    call, told, ended = calls[seen[0]]
     assert ended.wait(WAIT)
     assert told == [1]
     assert call.cancelled
@@ -197,6 +209,35 @@ def test_streams_beyond_the_limit_are_shed_and_unary_calls_are_not(serve):
     assert ended.acquire(timeout=WAIT)
     again = open_stream(b"", timeout=WAIT, wait_for_ready=True)
     assert next(again) == b"open"
+
+
+def test_a_stream_that_is_refused_takes_no_place_while_it_is_let_go(serve, monkeypatch):
+    entered, go = threading.Event(), threading.Event()
+    let_go = StreamCall._finally
+
+    def late(call):
+        if call.body == b"refused":
+            entered.set()
+            assert go.wait(WAIT)
+        let_go(call)
+
+    monkeypatch.setattr(StreamCall, "_finally", late)
+    ended = threading.Event()
+
+    def handle(call):
+        call.on_end(ended.set)
+        call.send([b"open"])
+
+    _, channel = serve({STREAM: Route(handle, "server_stream")}, threads=4, max_streams=1)
+    open_stream = channel.unary_stream(STREAM)
+    first = open_stream(b"", timeout=WAIT)
+    assert next(first) == b"open"
+    assert status_of(open_stream(b"refused", timeout=WAIT))[1] == "RESOURCE_EXHAUSTED"
+    assert entered.wait(WAIT)
+    first.cancel()
+    assert ended.wait(WAIT)
+    assert next(open_stream(b"", timeout=WAIT)) == b"open"
+    go.set()
 
 
 def echo(call):

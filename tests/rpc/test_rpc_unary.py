@@ -8,6 +8,7 @@ import time
 import grpc
 import numpy as np
 import pytest
+from support.deadlines import overdue
 
 from rsrv.core.errors import (
     Code,
@@ -356,13 +357,14 @@ def test_a_client_that_cancels_is_told_to_on_cancel_once_and_frees_the_thread(se
 
 
 def test_a_deadline_that_passes_is_a_cancellation(serve):
-    cancelled = threading.Event()
+    arrived, cancelled = threading.Event(), threading.Event()
 
     def handle(call):
         call.on_cancel(cancelled.set)
+        arrived.set()
 
     _, method = unary(serve, handle)
-    code, _, _ = failure(method, timeout=0.2)
+    code, _, _ = overdue(lambda seconds: failure(method, timeout=seconds), arrived.is_set)
     assert code == "DEADLINE_EXCEEDED"
     assert cancelled.wait(WAIT)
 
@@ -439,19 +441,22 @@ def test_on_end_runs_after_the_reply_has_left(serve):
 
 
 def test_an_exception_in_on_end_or_on_cancel_is_logged_and_harms_nobody(serve, caplog):
-    ended = threading.Event()
+    entered, ended = threading.Event(), threading.Event()
 
     def handle(call):
         if call.body == b"bad":
             call.on_cancel(lambda: 1 / 0)
             call.on_end(lambda: 1 / 0)
             call.on_end(ended.set)
+            entered.set()
         else:
             call.send([b"ok"])
             call.finish()
 
     _, method = unary(serve, handle, threads=1)
-    failure(method, b"bad", timeout=0.1)
+    future = method.future(b"bad", timeout=WAIT)
+    assert entered.wait(WAIT)
+    future.cancel()
     assert ended.wait(WAIT)
     assert method(b"", timeout=WAIT) == b"ok"
     assert sum("ZeroDivisionError" in record.getMessage() for record in caplog.records) == 2

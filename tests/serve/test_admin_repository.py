@@ -5,6 +5,7 @@ from concurrent.futures import Future
 import grpc
 import pytest
 from admin_support import Site
+from support.deadlines import overdue
 
 from rsrv.core.errors import Code, ManifestError
 from rsrv.protos import inference as pb
@@ -303,7 +304,10 @@ def test_more_loads_than_there_are_threads_for_are_shed(repository):
 def test_a_caller_whose_deadline_passes_is_answered_and_the_load_goes_on(repository):
     repository.site.put("net", "ready")
     repository.outcome = "later"
-    call = repository.call("ModelLoad", "net", timeout=0.2)
-    assert call.exception(WAIT).code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    repository.site.until(lambda: len(repository.futures) == 1)
-    assert not repository.futures[0].cancelled()
+    error = overdue(
+        lambda seconds: repository.call("ModelLoad", "net", timeout=seconds).exception(WAIT),
+        lambda: repository.futures,
+    )
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    repository.site.until(lambda: repository.service._open == 0)
+    assert not any(future.cancelled() for future in repository.futures)

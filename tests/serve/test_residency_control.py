@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 from support.bundles import write_affine, write_model
+from support.deadlines import overdue
 from support.residency import SECONDS, ScriptedResidency, cold
 
 from rsrv.client import Control
@@ -399,9 +400,13 @@ def test_what_waits_is_refused_when_the_server_stops_meanwhile(face):
 
 def test_a_deadline_ends_the_wait_for_the_answer_and_not_the_move(face):
     face.residency.gate.clear()
-    with pytest.raises(grpc.RpcError) as error:
-        face.call("SetModelResidency", timeout=0.2, name="affine", target=pb.PINNED_DEVICE)
-    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def move(seconds):
+        with pytest.raises(grpc.RpcError) as error:
+            face.call("SetModelResidency", timeout=seconds, name="affine", target=pb.PINNED_DEVICE)
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    overdue(move, face.residency.entered.is_set)
     face.residency.gate.set()
     face.moved.get(timeout=SECONDS)
     assert face.residency.places["affine"].floor is Floor.DEVICE
