@@ -3,6 +3,7 @@
 import errno
 import shutil
 import threading
+import time
 
 import pytest
 from repository_support import WAIT_SECONDS, Target, contents, told, write_bundle
@@ -59,8 +60,15 @@ def drop(root, name, **files):
     write_bundle(root / f".{name}", **files).rename(root / name)
 
 
+def overwrite(file, data):
+    """Other bytes, at least as many, in one step: nobody sees the file empty, however slow the test is."""
+    assert len(data) >= file.stat().st_size
+    with open(file, "r+b", buffering=0) as opened:
+        opened.write(data)
+
+
 def edit(directory, data=b"other weights"):
-    (directory / "weights.safetensors").write_bytes(data)
+    overwrite(directory / "weights.safetensors", data)
 
 
 # --- events -------------------------------------------------------------------------------------------------------
@@ -158,7 +166,7 @@ def test_a_file_that_a_bundle_links_to_is_watched_where_it_lies(watch, repo, tmp
     (repo / "a" / "weights.safetensors").symlink_to(tmp_path / "shared")
     _, target = watch(repo)
     (tmp_path / "other").write_bytes(b"nobody links to it")
-    (tmp_path / "shared").write_bytes(b"2nd")
+    overwrite(tmp_path / "shared", b"2nd")
     target.wait_for("reload a")
     assert target.calls == ["reload a"]
 
@@ -217,7 +225,7 @@ def test_a_bundle_behind_a_broken_manifest_is_loaded_as_soon_as_that_is_fixed(wa
     target.wait_for("load b")
     del target.errors["load b"]
     target.take()
-    (repo / "b" / "manifest.yaml").write_bytes(b"kind: model, and right")
+    overwrite(repo / "b" / "manifest.yaml", b"kind: model, and right")
     target.wait_for("load b")
     assert target.served["b"] == contents(repo / "b")
 
@@ -286,6 +294,21 @@ def test_a_round_that_is_asked_for_returns_what_it_has_begun(watch, repo):
     write_bundle(repo / "b")
     assert told(watcher.poll_now(WAIT_SECONDS)) == ["reload a", "load b"]
     assert watcher.poll_now(WAIT_SECONDS) == []
+
+
+def test_a_round_that_is_asked_for_waits_for_what_settles_also_when_its_look_takes_longer_than_that(
+    watch, repo, monkeypatch
+):
+    skipped, scanned = [0.0], follower.scan
+
+    def slow(*arguments):
+        skipped[0] += 60.0
+        return scanned(*arguments)
+
+    watcher, _ = watch(repo, observer=None, clock=lambda: time.monotonic() + skipped[0])
+    monkeypatch.setattr(follower, "scan", slow)
+    edit(repo / "a")
+    assert told(watcher.poll_now(WAIT_SECONDS)) == ["reload a"]
 
 
 def test_a_round_can_be_asked_for_without_waiting(watch, repo):
@@ -374,7 +397,7 @@ def test_a_model_that_is_registered_again_is_reloaded_when_it_is_edited(watch, r
 def test_many_events_do_not_make_for_nothing_but_looks(watch, repo, monkeypatch):
     looks = []
     look = watcher_module.Watcher._look
-    monkeypatch.setattr(watcher_module.Watcher, "_look", lambda self, poll: (looks.append(poll), look(self, poll)))
+    monkeypatch.setattr(watcher_module.Watcher, "_look", lambda *arguments: (looks.append(1), look(*arguments)))
     _, target = watch(repo, settle_seconds=0.2)
     for number in range(500):
         (repo / "a" / "log").write_bytes(bytes(number))

@@ -91,8 +91,8 @@ class Watcher:
     def poll_now(self, timeout: float | None = None) -> list[Change]:
         """Look at everything now. Returns the changes that were begun by the time that they had settled.
 
-        Takes no time when nothing has changed, else `model_settle_seconds` at most, but `timeout` seconds in any case;
-        what keeps changing is not waited for. Whether the changes succeed is told elsewhere.
+        Takes no time when nothing has changed, else `model_settle_seconds` at most between two looks, but `timeout`
+        seconds in any case; what keeps changing is not waited for. Whether the changes succeed is told elsewhere.
         """
         poll = _Poll()
         with self._bell:
@@ -164,28 +164,28 @@ class Watcher:
             is_poll = bool(asked) or looked >= next_poll
             if is_poll:
                 next_poll = looked + self._poll_seconds
-            for poll in asked:
-                poll.until = looked + self._settle_seconds
-            self._look(is_poll)
+            self._look(looked, is_poll, asked)
             took = self._clock() - looked
             not_before = self._clock() + min(_MAX_GAP_SECONDS, max(_MIN_GAP_SECONDS, took))
 
-    def _look(self, is_poll: bool) -> None:
+    def _look(self, began: float, is_poll: bool, asked: list[_Poll]) -> None:
         changes: list[Change] = []
         try:
             changes = self._follower.look(poll=is_poll)
             self._watch_places()
         except Exception:
             log.warning("watcher: a round failed", exc_info=True)
-        now = self._clock()
         with self._bell:
+            # From its end, however long it took: what it saw has then settled at the look that ends the poll.
+            for poll in asked:
+                poll.until = self._clock() + self._settle_seconds
             for poll in self._polls:
                 if poll.until is not None:
                     poll.changes += changes
             ended = [
                 poll
                 for poll in self._polls
-                if poll.until is not None and (now >= poll.until or not self._follower.is_waiting)
+                if poll.until is not None and (began >= poll.until or not self._follower.is_waiting)
             ]
             self._polls = [poll for poll in self._polls if poll not in ended]
         for poll in ended:
