@@ -327,8 +327,10 @@ def test_held_requests_are_bounded_and_end_when_their_model_is_removed(live):
 
 
 def test_a_removal_that_drains_may_be_made_one_that_aborts(live):
-    slow = RuntimeConfig(backend="fake", fake=FakeDeviceConfig(seconds_per_row=1.0))
+    slow = RuntimeConfig(backend="fake", fake=FakeDeviceConfig(seconds_per_row=0.001))
     server = live("first", runtime=slow)
+    go = threading.Event()
+    server.server.device._sleep = lambda seconds: go.wait(WAIT)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.infer, "first")
         until(lambda: server.status("first")["accepted"]["executing"])
@@ -339,6 +341,7 @@ def test_a_removal_that_drains_may_be_made_one_that_aborts(live):
         server.done("models/unregister", model="first", mode="abort")
         error = running.exception(WAIT)
     assert (error.code().name, dict(error.trailing_metadata())["rsrv-reason"]) == ("NOT_FOUND", "unloaded")
+    go.set()
     assert server.wait("first", "gone")["registration"] == "gone"
 
 

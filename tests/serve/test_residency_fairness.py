@@ -49,6 +49,8 @@ def test_weights_that_are_not_used_do_not_keep_an_operator_waiting(site):
     here = site(1.5, policy=EDF)
     running, replies = saturated(here)
     compacted = in_background(here.residency.compact)
+    while not here.residency._moves._orders:
+        here.settle()
     running.open(1000)
     compacted()
     here.is_answered(*replies)

@@ -156,7 +156,8 @@ def test_a_deactivation_waits_for_the_batch_that_runs(either):
     reply = here.ask("a")
     running.wait_entered()
     freed = in_background(here.residency.deactivate, "a")
-    here.settle()
+    while not here.residency.model("a").releasing:
+        here.settle()
     assert here.models["a"].weights.buffers, "freed under a running execution"
     seen = here.residency.model("a")
     assert (seen.device_resident, seen.releasing, seen.committed_bytes) == (False, True, NBYTES)

@@ -16,6 +16,12 @@ def reclaim(here, parameter=0.0, host=0.0):
     return here.residency.reclaim(parameter_idle_s=parameter, host_idle_s=host)
 
 
+def passes(here, seconds):
+    """Time goes by once no batch is being ended, which comes after its replies: then its weights begin to be idle."""
+    here.settle()
+    here.clock.advance(seconds)
+
+
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -26,9 +32,9 @@ def test_only_what_is_idle_unpinned_and_not_bound_to_the_device_is_freed_and_com
     here.residency.pin("p")
     programs = here.models["a"].programs
     here.serve("a", "p", "d")
-    here.clock.advance(5)
+    passes(here, 5)
     here.serve("b")
-    here.clock.advance(5)
+    passes(here, 5)
     assert reclaim(here, 10.5) == []
     assert reclaim(here, 10) == ["a"]
     assert here.resident == "bdp"
@@ -37,7 +43,7 @@ def test_only_what_is_idle_unpinned_and_not_bound_to_the_device_is_freed_and_com
     here.is_consistent()
     here.serve("a")
     assert here.models["a"].programs is programs
-    here.clock.advance(100)
+    passes(here, 100)
     assert sorted(reclaim(here, 10)) == ["a", "b"]
     assert here.residency.snapshot().idle_reclaims == 3
     here.is_consistent()
@@ -49,16 +55,15 @@ def test_weights_begin_to_be_idle_when_the_batch_has_ended_and_not_when_it_began
     here.add("a", fn=running)
     reply = here.ask("a")
     running.wait_entered()
-    here.clock.advance(100)
+    passes(here, 100)
     assert here.residency.model("a").idle_s == 0
     assert reclaim(here, 1) == []
     running.open()
     here.is_answered(reply)
-    here.settle()
-    here.clock.advance(0.75)
+    passes(here, 0.75)
     assert here.residency.model("a").idle_s == 0.75, "and who looks does not change it"
     assert reclaim(here, 1) == []
-    here.clock.advance(0.25)
+    passes(here, 0.25)
     assert reclaim(here, 1) == ["a"]
     here.is_consistent()
 
@@ -68,14 +73,13 @@ def test_weights_begin_to_be_idle_when_their_pin_is_removed(either):
     here.add("a")
     here.residency.pin("a")
     here.serve("a")
-    here.settle()
-    here.clock.advance(100)
+    passes(here, 100)
     assert reclaim(here, 1) == []
     here.residency.unpin("a")
     assert reclaim(here, 1) == []
-    here.clock.advance(0.5)
+    passes(here, 0.5)
     here.residency.unpin("a")
-    here.clock.advance(0.5)
+    passes(here, 0.5)
     assert reclaim(here, 1) == ["a"], "to remove a pin that is not there is nothing"
 
 
@@ -83,11 +87,11 @@ def test_what_was_loaded_and_not_used_is_idle_since_it_came(either):
     here = either()
     here.add("a")
     here.serve("a")
-    here.clock.advance(100)
+    passes(here, 100)
     assert reclaim(here, 1) == ["a"]
     here.residency.activate("a")
     assert reclaim(here, 1) == []
-    here.clock.advance(1)
+    passes(here, 1)
     assert reclaim(here, 1) == ["a"]
 
 
@@ -97,11 +101,11 @@ def test_weights_that_somebody_holds_are_in_use(either):
     here.serve("a")
     here.settle()
     assert here.scheduler.hold(here.models["a"].weights)
-    here.clock.advance(100)
+    passes(here, 100)
     assert reclaim(here, 1) == []
     here.scheduler.release(here.models["a"].weights)
     assert reclaim(here, 1) == []
-    here.clock.advance(1)
+    passes(here, 1)
     assert reclaim(here, 1) == ["a"]
     here.is_consistent()
 
@@ -110,8 +114,7 @@ def test_a_request_that_comes_before_the_turn_of_a_look_saves_its_weights(either
     here = either()
     here.add("a", "b")
     here.serve("a")
-    here.settle()
-    here.clock.advance(100)
+    passes(here, 100)
     with here.device.held_transfers() as gate:
         slow = here.ask("b")
         gate.wait_entered()
@@ -129,7 +132,7 @@ def test_nobody_has_used_what_was_never_loaded(either):
     here = either()
     here.add("a")
     assert here.residency.model("a").idle_s is None
-    here.clock.advance(100)
+    passes(here, 100)
     assert reclaim(here, 1) == []
     assert reclaim(here) == []
 
@@ -152,14 +155,14 @@ def test_the_host_copy_of_what_has_been_off_the_device_for_long_is_dropped_and_m
     here.residency.set_floor("u", Floor.UNPINNED)
     here.residency.pin("p")
     here.serve("a")
-    here.clock.advance(100)
+    passes(here, 100)
     assert reclaim(here, host=100) == ["b"], "it was never there"
     assert here.residency.model("b").host_bytes == 0
     assert here.residency.model("b").floor is Floor.SYSTEM
     here.residency.trim(0)
-    here.clock.advance(99)
+    passes(here, 99)
     assert reclaim(here, host=100) == []
-    here.clock.advance(1)
+    passes(here, 1)
     assert reclaim(here, host=100) == ["a"]
     assert here.residency.model("p").host_bytes == NBYTES
     assert here.residency.snapshot().idle_reclaims == 0, "the device is not concerned"
@@ -172,11 +175,10 @@ def test_weights_and_then_their_host_copy_go_each_in_its_time(site):
     here = site(unified=False)
     here.add("a")
     here.serve("a")
-    here.settle()
-    here.clock.advance(10)
+    passes(here, 10)
     assert reclaim(here, 10, 5) == ["a"]
     assert here.residency.model("a").host_bytes == NBYTES
-    here.clock.advance(5)
+    passes(here, 5)
     assert reclaim(here, 10, 5) == ["a"]
     assert here.residency.model("a").host_bytes == 0
     assert reclaim(here, 10, 5) == []
@@ -284,7 +286,7 @@ def test_the_thread_frees_what_is_idle_and_follows_the_policy(either):
     here.serve("a")
     here.settle()
     pool.release(pool.acquire(5000))
-    here.clock.advance(100)
+    passes(here, 100)
     reclaimer.start()
     try:
         waits.until_asleep()
@@ -303,7 +305,7 @@ def test_the_thread_frees_what_is_idle_and_follows_the_policy(either):
         here.serve("a")
         reclaimer.set_policy(parameter_idle_ms=0, workspace_idle_ms=0)
         waits.until_asleep()
-        here.clock.advance(1000)
+        passes(here, 1000)
         waits.look()
         assert here.resident == "a"
         assert waits.seconds[-1] is None
@@ -323,8 +325,7 @@ def test_a_look_that_fails_is_logged_and_the_next_one_works(either, caplog):
     reclaimer = Reclaimer(here.residency, StagingPool(), IdlePolicy(parameter_idle_ms=1), on_reclaimed=told, wait=waits)
     here.add("a")
     here.serve("a")
-    here.settle()
-    here.clock.advance(1)
+    passes(here, 1)
     reclaimer.start()
     try:
         waits.until_asleep()
@@ -332,7 +333,7 @@ def test_a_look_that_fails_is_logged_and_the_next_one_works(either, caplog):
         assert "idle memory could not be given back" in caplog.text
         here.serve("a")
         here.settle()
-        here.clock.advance(1)
+        passes(here, 1)
         waits.look()
         assert here.resident == ""
     finally:
@@ -345,8 +346,7 @@ def test_the_thread_ends_with_the_server(either):
     reclaimer = Reclaimer(here.residency, StagingPool(), IdlePolicy(parameter_idle_ms=1), wait=waits)
     here.add("a")
     here.serve("a")
-    here.settle()
-    here.clock.advance(1)
+    passes(here, 1)
     reclaimer.start()
     waits.until_asleep()
     here.residency.close()
