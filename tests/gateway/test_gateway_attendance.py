@@ -74,7 +74,7 @@ def test_each_member_is_watched_and_another_one_at_its_address_anew(house):
     fleet, standing, attendance = house
     fleet.add(Endpoint(A, "first"))
     fleet.add(Endpoint(B, "other"))
-    assert watches() == ["rsrv-gateway-watch first", "rsrv-gateway-watch other"]
+    wait_until(lambda: watches() == ["rsrv-gateway-watch first", "rsrv-gateway-watch other"])
     fleet.probed(A, True)
     with attendance._lock:  # both changes come in one look
         fleet.on_change.remove(attendance.update)

@@ -171,7 +171,7 @@ def test_only_a_connection_that_fell_silent_leaves_it_open_whether_the_worker_go
 
 
 @pytest.fixture
-def silent():
+def silent(monkeypatch):
     """A worker that accepts connections and never says a word, until `kill` breaks them."""
 
     class Silent:
@@ -182,6 +182,8 @@ def silent():
         def kill(self) -> None:
             self.listener.close()
 
+    # For so long it counts as broken down, which is as long as the test takes.
+    monkeypatch.setattr("rsrv.gateway.workers.worker._AWAY_NS", 60_000_000_000)
     silent = Silent()
     yield silent
     silent.kill()

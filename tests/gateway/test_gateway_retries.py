@@ -8,6 +8,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.gateway_site import wait_until
 
 from rsrv.core.config.gateway import RetriesConfig
 from rsrv.gateway.routing.log_limit import LogLimit
@@ -75,12 +76,14 @@ def timers():
 
 def test_functions_run_in_the_order_of_their_times_and_cancelled_ones_never(timers):
     ran: list[str] = []
-    done = threading.Event()
+    done, registered = threading.Event(), threading.Event()
     now = time.monotonic_ns()
+    timers.at(0, lambda: registered.wait(10))  # so that nothing runs before all are there, and one is cancelled
     timers.at(now + 60_000_000, lambda: (ran.append("last"), done.set()))
     timers.at(now + 20_000_000, lambda: ran.append("first"))
     timers.at(now + 40_000_000, lambda: ran.append("never")).cancel()
     timers.at(now + 30_000_000, lambda: 1 / 0)  # is logged, and the others go on
+    registered.set()
     assert done.wait(10)
     assert ran == ["first", "last"]
 
@@ -95,8 +98,15 @@ def test_many_cancelled_timers_take_no_memory(timers):
 def test_after_close_nothing_runs():
     timers = Timers()
     ran = []
-    timers.after(0.02, lambda: ran.append(1))
-    timers.close()
+    running, go_on = threading.Event(), threading.Event()
+    timers.at(0, lambda: (running.set(), go_on.wait(10)))
+    assert running.wait(10)
+    timers.at(1, lambda: ran.append(1))  # is due, and its turn has not come
+    closing = threading.Thread(target=timers.close)
+    closing.start()
+    wait_until(lambda: timers._closed)
+    go_on.set()
+    closing.join()
     timers.close()
     assert not timers._thread.is_alive()
     assert ran == []

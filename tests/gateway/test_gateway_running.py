@@ -5,12 +5,15 @@ import json
 import logging
 import socket
 import threading
+import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import grpc
 import pytest
 from support.gateway_site import request_body, wait_until
 from support.mock_worker import MockModel, MockWorker
+from support.ports import held_port
 
 from rsrv.core.config import GatewayConfig
 from rsrv.core.errors import Code, ConfigError, NoWorkers, PortTaken, ServerStopping
@@ -133,13 +136,12 @@ def test_reflection_and_health_name_the_services(stack, gateway_of):
 
 
 def test_an_unreachable_worker_keeps_nothing_from_starting_and_joins_later(stack, gateway_of):
-    late = MockWorker(["late"])
+    late = stack.enter_context(MockWorker(["late"]))
     late.close()
     mock = stack.enter_context(MockWorker(["m"]))
     client = gateway_of(mock, late, scheduling={"mode": "lpt_packing"})
     assert client.infer() == "m"
     late.restart()
-    stack.callback(late.close)
     wait_until(lambda: client.gateway.router.table.urls("late"))
     assert client.infer("late") == "late"
 
@@ -288,15 +290,21 @@ def test_what_outlives_the_grace_is_cancelled_at_the_worker_too(stack, gateway_o
     mock.resume("ModelInfer")
 
 
-def test_a_lame_duck_is_not_ready_and_still_serves(stack, gateway_of):
+def test_a_lame_duck_is_not_ready_and_still_serves(stack, gateway_of, monkeypatch):
     mock = stack.enter_context(MockWorker(["m"]))
     client = gateway_of(mock, lame_duck_seconds=0.5)
+    slept, over = [], threading.Event()
+    ours = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: (slept.append(seconds), over.wait(WAIT)))
+    monkeypatch.setattr("rsrv.gateway.gateway.time", ours)  # the time that it has lasts until we have looked
     stopper = threading.Thread(target=client.gateway.stop)
     stopper.start()
     wait_until(lambda: client.http("/readyz")[0] == 503)
     assert health.HealthCheckResponse.FromString(client.call(CHECK)).status == 2
     assert client.infer() == "m"
+    over.set()
     stopper.join(WAIT)
+    assert not stopper.is_alive()
+    assert slept == [0.5]
 
 
 def test_a_second_stop_changes_nothing_and_no_thread_is_left(stack, gateway_of):
@@ -365,10 +373,7 @@ def test_a_drained_worker_gets_nothing_new(stack, gateway_of):
 
 def test_a_gateway_that_is_listed_as_its_own_worker_asks_itself_once_and_no_more(stack, caplog):
     worker = stack.enter_context(MockWorker())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    own = f"127.0.0.1:{port}"
+    own = f"127.0.0.1:{stack.enter_context(held_port()).getsockname()[1]}"
     config = GatewayConfig(
         endpoints=[worker.url, own], listen={"grpc": own, "http": "127.0.0.1:0"}, health_interval_seconds=0.1
     )

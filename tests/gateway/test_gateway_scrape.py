@@ -117,8 +117,15 @@ def test_one_that_refuses_is_down_and_the_others_are_taken(listen, refusing):
 
 
 def test_one_that_hangs_is_given_up_and_the_others_are_taken(listen, hanging):
+    class Impatient(WorkerScrape):
+        """Soon gives up the one that hangs; the other one has time, for it may be slow where much is going on."""
+
+        async def _ask(self, session, endpoint):
+            self._total_seconds = 0.3 if endpoint == hanging else 30.0
+            return await super()._ask(session, endpoint)
+
     members = [worker("hung", hanging), worker("w1", listen(Counting(HttpAnswer(200, TEXT))))]
-    asked = WorkerScrape(lambda: members, total_seconds=0.3)
+    asked = Impatient(lambda: members)
     assert list(asked.fetch()) == ["w1:1"]
     assert asked.up == {"hung:1": False, "w1:1": True}
 
@@ -327,10 +334,11 @@ def test_a_name_that_nobody_has_is_down(monkeypatch):
 
 
 def test_a_name_that_is_looked_up_for_ever_holds_nothing_up(monkeypatch):
-    answered, threads = threading.Event(), []
+    begun, answered, threads = threading.Event(), threading.Event(), []
 
     def lookup(*args, **options):
         threads.append(threading.current_thread())
+        begun.set()
         answered.wait(30)
         return []
 
@@ -339,14 +347,20 @@ def test_a_name_that_is_looked_up_for_ever_holds_nothing_up(monkeypatch):
     assert asked.fetch() == {}
     assert not answered.is_set()
     assert asked.up == {"w0:1": False}
+    assert begun.wait(30)  # also when its thread has come so late that it was given up before
     answered.set()
     threads[0].join()
 
 
-def test_no_thread_is_left_behind(listen):
-    before = set(threading.enumerate())
+def test_no_thread_is_left_behind(listen, monkeypatch):
+    me, start, begun = threading.current_thread(), threading.Thread.start, []
+
+    def noted(thread):
+        if threading.current_thread() is me:  # not those of the endpoint, nor of tests before
+            begun.append(thread)
+        start(thread)
+
     endpoint = listen(Counting(HttpAnswer(200, TEXT)))
-    during = set(threading.enumerate())
-    of_one(endpoint).fetch()
-    assert set(threading.enumerate()) - during == set()
-    assert before <= during
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    assert list(of_one(endpoint).fetch()) == ["w0:1"]
+    assert [thread for thread in begun if thread.is_alive()] == []

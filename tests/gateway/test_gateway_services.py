@@ -1,12 +1,12 @@
 """The RPCs beside inference, over gRPC on loopback, with scripted workers."""
 
-import threading
 from contextlib import ExitStack
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.gateway_front import SECONDS, Front, refusal
+from support.gateway_site import wait_until
 from support.mock_worker import MockModel
 
 import rsrv
@@ -158,12 +158,7 @@ def test_a_client_that_gives_up_ends_the_call_to_the_worker(front):
     first = min(front.mocks, key=lambda mock: mock.url)
     assert first.entered.acquire(timeout=SECONDS)
     call.cancel()
-    ended = threading.Event()
-    for _ in range(500):
-        if first.cancelled.get("ModelConfig"):
-            break
-        ended.wait(0.01)
-    assert first.cancelled == {"ModelConfig": 1}
+    wait_until(lambda: first.cancelled == {"ModelConfig": 1})
 
 
 def test_the_trace_of_a_client_goes_along_and_its_secrets_do_not(front):

@@ -26,7 +26,8 @@ def register(memory, name="r"):
 @pytest.fixture
 def site(make_site):
     site = make_site(2)
-    site.memory = SharedMemory(site.fleet, site.counters, timeout=SECONDS)
+    # Its clock stands still: what is not done again within a second is not, however long the test takes.
+    site.memory = SharedMemory(site.fleet, site.counters, timeout=SECONDS, clock=lambda: site.now)
     site.proxy = replace(site.proxy, regions=site.memory)
     return site
 

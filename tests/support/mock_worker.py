@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import grpc
+from support.ports import held_port
 
 from rsrv.core.errors import Code
 from rsrv.protos import control as cp
@@ -103,7 +105,9 @@ class MockWorker:
         self._seen: dict[str, list[Seen]] = {}
         self._lock = threading.Lock()
         self._threads = threads
-        self.port = port
+        self._held = held_port(port)  # it stays ours while the worker is away
+        weakref.finalize(self, self._held.close)
+        self.port = self._held.getsockname()[1]
         self._start()
 
     def __enter__(self) -> MockWorker:
@@ -190,7 +194,7 @@ class MockWorker:
         for service, methods in ((INFERENCE, _INFERENCE), (CONTROL, _CONTROL)):
             handlers = {name: grpc.unary_unary_rpc_method_handler(self._handler(name, fn)) for name, fn in methods}
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-        self.port = self._server.add_insecure_port(self.url)
+        assert self._server.add_insecure_port(self.url) == self.port
         self._server.start()
 
     def _script(self, method: str) -> _Script:
