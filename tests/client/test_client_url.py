@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 import grpc
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.client_stub import StubServer
 
@@ -111,6 +111,7 @@ _PIECES = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(
     st.lists(_PIECES | st.text(max_size=3), max_size=8).map("".join)
     | st.builds("{}{}:{}".format, st.sampled_from(["", "grpc://", "grpcs://"]), st.text(max_size=6), st.integers())

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.gateway_site import wait_until
 
@@ -47,6 +47,7 @@ def test_both_are_forgotten_after_the_window():
     assert sum(budget.take() for _ in range(20)) == 2
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 40), st.integers(0, 40)), max_size=40))
 def test_no_window_ever_has_more_retries_than_allowed(steps):
     clock = Clock()

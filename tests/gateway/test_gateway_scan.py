@@ -1,7 +1,7 @@
 """From the workers' lists to the routing table."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.stub_worker import index_of
 
@@ -135,6 +135,7 @@ LISTINGS = st.dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(LISTINGS, st.sets(st.sampled_from(["w:1", "w:2", "w:3"])))
 def test_a_model_that_somebody_lists_has_workers_or_a_reason_and_never_both(listings, routable):
     table = route(listings, routable)
