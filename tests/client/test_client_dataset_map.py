@@ -38,6 +38,15 @@ def threads_of_ours():
     return [one for one in threading.enumerate() if one.name.startswith("rsrv-dataset") and one.is_alive()]
 
 
+@pytest.fixture(autouse=True)
+def no_thread_is_left_to_others():
+    """A stream that is closed early does not wait for its requests."""
+    yield
+    for thread in threads_of_ours():
+        thread.join(10)
+    assert not threads_of_ours()
+
+
 # --- arrays -------------------------------------------------------------------------------------------------------
 
 

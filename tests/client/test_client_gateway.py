@@ -4,6 +4,7 @@ import grpc
 import pytest
 from support.client_stub import StubServer
 from support.gateway_control import ControlledGateway
+from support.gateway_site import wait_until
 
 from rsrv.client import FleetWorker, Gateway, SchedulingStatus
 from rsrv.core.errors import (
@@ -159,6 +160,7 @@ def test_callers_who_went_away_leave_their_place_to_others(served, gateway):
     for _ in range(MAX_WAITING + 2):
         with pytest.raises(DeadlineExceeded):
             gateway._connection.call("Repack", request, 0.03)
+        wait_until(lambda: served.control._waiting == 0)  # the gateway hears of it by itself
 
 
 def test_a_wait_is_given_more_time_than_other_calls(served):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import numpy as np
+from support.ports import held_port
 
 from rsrv.protos import control, inference
 
@@ -52,8 +54,11 @@ class StubServer(grpc.GenericRpcHandler):
             self._pool, options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1)]
         )
         self._server.add_generic_rpc_handlers((self,))
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self._held = held_port()  # it stays ours after `stop`, so that nobody else answers there
+        weakref.finalize(self, self._held.close)
+        self.port = self._held.getsockname()[1]
         self.url = f"127.0.0.1:{self.port}"
+        assert self._server.add_insecure_port(self.url) == self.port
         self.also_ports = [self._server.add_insecure_port(address) for address in also_on]
         assert all(self.also_ports)
 
