@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import numpy as np
@@ -465,9 +466,14 @@ def test_500_cycles_of_registration_under_concurrent_reads_and_writes_mix_up_not
                 seen.add(repr(error))
 
     with shm_file(b"\x01" * n) as (one, _), shm_file(b"\x02" * n) as (two, _), shm_file(bytes(n)) as (scratch, _):
+        registry.register("r", one, 0, n)
         threads = [threading.Thread(target=read) for _ in range(3)]
         for thread in threads:
             thread.start()
+        end = time.monotonic() + 30
+        while not (len(outcomes) == 3 and all(outcomes)):  # all of them are at it
+            assert time.monotonic() < end
+            time.sleep(0.001)
         for cycle in range(500):
             registry.register("r", (one, two)[cycle % 2], 0, n)
             registry.register("w", scratch, 0, n)
