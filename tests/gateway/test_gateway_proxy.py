@@ -302,6 +302,8 @@ def test_calls_wait_for_a_slot_in_order_and_their_wait_is_part_of_their_time(mak
     calls = hold(site, 5)
     worker = site.fleet.workers[0]
     assert (worker.inflight, worker.waiting) == (2, 3)
+    for _ in range(2):
+        assert site.mocks[0].entered.acquire(timeout=10)
     late = site.call(request_body(request_id="late"), seconds=0.05)
     site.proxy.handle(late)
     wait_until(lambda: late.ended)
