@@ -1,6 +1,15 @@
 """Makes ``tests/`` importable, so that every room can use ``from support.… import …``; sees at the end what is left."""
 
+from importlib.util import find_spec
+
 from support.leftovers import in_shared_memory, left_since
+
+if find_spec("hypothesis"):  # tests/gpu run without it
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says how busy the machine is, and nothing about the property.
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
 
 _before = set()
 
