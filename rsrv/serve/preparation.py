@@ -125,7 +125,9 @@ class Preparations:
             self._posts.put(self._look)
 
     def _look(self) -> None:
-        entries = {entry.incarnation: entry for entry in self._registry.entries()}
+        # An entry that goes takes its account and its counters along, under this lock: only then it is gone.
+        with self._registry.changing:
+            entries = {entry.incarnation: entry for entry in self._registry.entries()}
         with self._lock:
             prepared = _take(self._settling, entries, ModelState.PREPARING)
             gone = _take(self._leaving, entries, *_NOT_GONE)

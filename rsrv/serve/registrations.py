@@ -416,12 +416,11 @@ class Registrations:
 
     def _prepared(self, entry: Entry) -> None:
         """`entry` is ready, or failed; perhaps under the lock."""
-        if entry.failure is None:
-            self.reloads[entry.name] += 1
-            observe.beat("load", entry.name)
-        else:
-            self.failures[entry.name] += 1
+        counts = self.reloads if entry.failure is None else self.failures
+        counts[entry.name] += 1
         self._tell(entry, "registration", "preparing", entry.state.value, str(entry.failure or ""))
+        if entry.failure is None:
+            observe.beat("load", entry.name)
 
     # --- reloading ------------------------------------------------------------------------------------------------
 

@@ -55,7 +55,9 @@ class Waits:
         while True:
             entry = self._registry.get(name)
             if entry is None or (until == "gone" and entry.incarnation != first):
-                return None
+                # What else the name had, its account and its counters, goes after the entry and under the same lock.
+                with self._registry.changing:
+                    return None
             if self._is_at(entry, until):
                 return entry
             left = until_s - time.monotonic()

@@ -198,7 +198,7 @@ def test_a_broken_bundle_fails_alone_and_both_who_wait_for_it_hear_why(world):
         with pytest.raises(ModelFailed, match=r"model 'n' failed \(digests: .*model.b1.mlir"):
             outcome.result(WAIT)
     assert world.registry.find("n").state is ModelState.FAILED
-    assert world.do.failures["n"] == 1
+    until(lambda: world.do.failures["n"] == 1)
     assert world.infer() == 3
     world.bundle("n", scale=4)
     assert world.do.retry("n").state is ModelState.PREPARING
@@ -784,6 +784,31 @@ def test_a_model_that_is_removed_finishes_its_requests_and_frees_everything(make
     world.do.register("m", world.bundle(scale=9))
     world.ready()
     assert world.infer(1) == 10
+
+
+def test_who_waits_until_a_model_is_gone_waits_for_its_account_and_its_counters_too(world):
+    leaving, let_go, told, on_gone = threading.Event(), threading.Event(), threading.Event(), world.do.on_gone
+
+    def slowly(name):
+        leaving.set()
+        assert let_go.wait(WAIT)
+        on_gone(name)
+
+    world.do.on_gone = slowly
+    gone = world.do.gone("m")
+    gone.add_done_callback(lambda gone: told.set())
+    waiting = threading.Thread(target=lambda: (world.gone(), told.set()))
+    waiting.start()
+    world.do.unregister("m")
+    try:
+        assert leaving.wait(WAIT)
+        assert world.registry.entries() == []
+        assert not told.wait(0.1)
+    finally:
+        let_go.set()
+    gone.result(WAIT)
+    waiting.join(WAIT)
+    assert not waiting.is_alive()
 
 
 def test_a_removal_can_be_made_an_abort(make):
