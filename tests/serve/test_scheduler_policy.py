@@ -110,6 +110,37 @@ def test_a_staged_batch_gives_way_to_an_earlier_deadline(device, clock, staged):
     assert scheduler._dispatcher.pool.lent == 0
 
 
+def test_so_does_one_that_is_still_being_merged(device, clock, monkeypatch):
+    scheduler = Scheduler(device, Policy(discipline="edf"), clock=clock)
+    ran, merged, merging, go_on, stage = [], [], threading.Event(), threading.Event(), dispatch.stage
+    gate = Gate(double)
+    blocker = model(device, gate, name="blocker")
+    models = [model(device, lambda x, n=n: ran.append(n) or double(x), name=n) for n in ("patient", "urgent")]
+
+    def slowly(*args):
+        merged.append(stage(*args))
+        if len(merged) == 2:
+            merging.set()
+            assert go_on.wait(LONG)
+        return merged[-1]
+
+    monkeypatch.setattr(dispatch, "stage", slowly)
+    for m in (blocker, *models):
+        scheduler.add(m)
+    scheduler.start()
+    send(scheduler, blocker, rows_of(0))
+    gate.wait_entered()
+    patient = send(scheduler, models[0], rows_of(1), deadline_ns=clock() + 10**12)
+    assert merging.wait(LONG)
+    urgent = send(scheduler, models[1], rows_of(2), deadline_ns=clock() + 10**11)
+    go_on.set()
+    gate.open()
+    assert [urgent.outputs()["y"][0, 0], patient.outputs()["y"][0, 0]] == [4, 2]
+    assert ran == ["urgent", "patient"]
+    scheduler.stop()
+    assert scheduler._dispatcher.pool.lent == 0
+
+
 def test_a_new_limit_plans_the_staged_batch_again(scheduler, device, staged):
     m, gate, _ = blocked(scheduler, device, keys=(1, 2, 4))
     staged.acquire()

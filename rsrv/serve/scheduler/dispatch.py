@@ -87,6 +87,7 @@ class Dispatcher:
         self._threaded = False
         self._exit = False
         self._commands: deque[Callable[[], None]] = deque()
+        self._merging: Batch | None = None
         # The dispatch thread alone: whether its last batch had room left, and what it ran itself and has not settled.
         self._unfilled = True
         self._ran: list[Batch] = []
@@ -133,7 +134,7 @@ class Dispatcher:
         """A request was queued."""
         self.pending += 1
         ticket.queue.pending += 1
-        staged = self.launcher.staged
+        staged = self.ahead
         # With a batch staged nothing can be done until the device is free, so the dispatch thread may sleep on.
         if staged is None or self.backlog.dropped:
             self.wake()
@@ -149,8 +150,14 @@ class Dispatcher:
         self.pending += len(joined.tickets)
         queue.pending += len(joined.tickets)
 
+    @property
+    def ahead(self) -> Batch | None:
+        """What runs next as things are: the staged batch, or the one that is being merged now."""
+        staged = self.launcher.staged
+        return self._merging if staged is None else staged
+
     def recall(self, staged: Batch) -> None:
-        """Plan the staged batch again, unless the device thread is about to take it."""
+        """Plan the batch that is `ahead` again, unless the device thread is about to take it."""
         if self.launcher.running is not None:
             staged.recalled = True
             self.wake()
@@ -201,6 +208,7 @@ class Dispatcher:
                     batch = self._choose()
                 if launcher.finished:
                     finished, launcher.finished = launcher.finished, finished
+            self._merging = batch
             dropped = backlog.dropped
             if dropped:
                 backlog.dropped = []
@@ -299,6 +307,7 @@ class Dispatcher:
             self._ran_ns += batch.compute_ns
         else:
             with self.lock:
+                self._merging = None
                 launcher.offer(batch)
 
     def _finish(self, batch: Batch) -> None:

@@ -277,7 +277,7 @@ class Scheduler:
     def _replan(self, queue: ModelQueue) -> None:
         """Costs, programs or limits of `queue` have changed. Lock held."""
         self._backlog.replan(queue)
-        staged = self._dispatcher.launcher.staged
+        staged = self._dispatcher.ahead
         if staged is not None and staged.queue is queue:
             self._dispatcher.recall(staged)
 
