@@ -819,7 +819,7 @@ def test_under_load_every_request_is_settled_once_with_its_own_rows(device, poli
     for m in models:
         scheduler.add(m)
     scheduler.start()
-    problems, served = [], []
+    problems, served, owed = [], set(), set()
 
     def client(seed):
         rng = random.Random(seed)
@@ -837,6 +837,8 @@ def test_under_load_every_request_is_settled_once_with_its_own_rows(device, poli
                 continue
             if rng.random() < 0.1:
                 ticket.cancel()
+            elif not (deadline or poison):
+                owed.add(value)
             result = reply.wait()
             if result.error is not None:
                 if not isinstance(result.error, Cancelled | DeadlineExceeded) and not (
@@ -846,7 +848,7 @@ def test_under_load_every_request_is_settled_once_with_its_own_rows(device, poli
             elif poison:
                 problems.append(f"{value} was poisonous and served")
             else:
-                served.append(value)
+                served.add(value)
                 if not (np.array_equal(result.outputs["y"], x * 2) and np.array_equal(result.outputs["u"], x.T + 1)):
                     problems.append(f"{value} got somebody else's rows")
 
@@ -859,7 +861,8 @@ def test_under_load_every_request_is_settled_once_with_its_own_rows(device, poli
     stats = scheduler.stats().values()
     scheduler.stop()
     assert problems == []
-    assert len(served) > 800
+    assert len(owed) > 600
+    assert owed <= served
     # A piece counts as a request, also when another piece of the same request failed.
     total = sum(s.requests_served for s in stats)
     assert total > len(served) if policy.split_oversize else total == len(served)

@@ -322,6 +322,9 @@ def test_a_replacement_that_cannot_import_its_file_any_more_counts_as_lost(tmp_p
         ask(processes, "os_exit")
     with pytest.raises(HookError, match="could not run: its file cannot be imported any more"):
         ask(processes, "echo")
+    # It is told on a thread of its own, which closes the pool after that.
+    while not processes.pool._closed:
+        time.sleep(0.001)
     processes.close()
     assert "ValueError: no" in failed[0].message
 

@@ -148,7 +148,7 @@ def test_requests_that_wait_are_merged_and_each_gets_its_own_rows(world):
     first = w.start([[9, 9]])
     until(lambda: seen)
     others = [w.start([[i, i]]) for i in range(8)]
-    until(lambda: w.scheduler.stats()["m"].queue_depth + w.admission.in_flight >= 9)
+    until(lambda: sum(w.scheduler.depth(w.registry.prepared("m").model)) == 9)
     gate.set()
     for call in (first, *others):
         call.join()

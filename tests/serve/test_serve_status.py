@@ -1,6 +1,7 @@
 """The status document of a whole server on a fake device, read from its HTTP port as a caller reads it."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,11 @@ def infer(server, rows):
 
     with KServeModel(f"127.0.0.1:{server.grpc_port}", "affine", shared_memory="off") as model:
         model.infer({"x": np.ones((rows, 3), np.float32)})
+    # A model has a request until the scheduler is done with it, which may be after the answer.
+    until = time.monotonic() + 60
+    while server.registry.find("affine").accepted:
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 def test_the_document_has_every_field_of_its_description_and_no_other(url):
