@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from support.ports import lasting_ports
 from support.rows_io import Rows
 
 from rsrv.client import (
@@ -38,7 +38,7 @@ def url(tmp_path_factory):
             pytest.fail(f"{MLSERVER} is missing; `make test` creates it")
         pytest.skip(f"{MLSERVER} is missing; `make .venv-mlserver/.ready` creates it")
     folder = tmp_path_factory.mktemp("mlserver")
-    http, grpc_port, metrics = free_ports(3)
+    http, grpc_port, metrics = lasting_ports(3)
     settings = {"host": "127.0.0.1", "http_port": http, "grpc_port": grpc_port, "metrics_port": metrics}
     settings |= {"parallel_workers": 0, "use_structured_logging": False}
     (folder / "settings.json").write_text(json.dumps(settings))
@@ -65,15 +65,6 @@ def url(tmp_path_factory):
     finally:
         process.kill()
         process.wait()
-
-
-def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 def wait_ready(url, process, log):

@@ -6,7 +6,6 @@ Skipped where its environment is missing: ``make .venv-tritonserver/.ready`` cre
 import glob
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.ports import lasting_ports
 from support.rows_io import Rows
 
 from rsrv.client import (
@@ -56,8 +56,7 @@ class TritonServer:
         (folder / "models" / "affine" / "1").mkdir(parents=True)
         (folder / "models" / "affine" / "config.pbtxt").write_text(CONFIG)
         (folder / "models" / "affine" / "1" / "model.py").write_text(MODEL)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.url = f"127.0.0.1:{free.getsockname()[1]}"
+        self.url = f"127.0.0.1:{lasting_ports(1)[0]}"
 
     def start(self):
         (packages,) = (ENVIRONMENT / "lib").glob("python3*/site-packages")

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 from support.bundles import write_affine
+from support.ports import lasting_ports
 from support.server import ServerProcess
 
 from rsrv.client import (
@@ -51,12 +52,13 @@ class Keeper:
     def __init__(self, repo):
         self._repo = repo
         self._killed = SimpleQueue()
+        self._running = SimpleQueue()
         self._thread = threading.Thread(target=self._start_again)
+        self._ports = ["--grpc-port", str(lasting_ports(1)[0]), "--http-port", "0"]
 
     def __enter__(self):
-        self._server = ServerProcess(self._repo, env=FAKE).__enter__()
+        self._start()
         self._server.wait_ready()
-        self.port = self._server.grpc_port
         self.url = self._server.url
         self._thread.start()
         return self
@@ -68,14 +70,19 @@ class Keeper:
 
     def kill(self):
         """At once; there is a new one some time later."""
-        self._server.signal(signal.SIGKILL)
-        self._killed.put(self._server)
+        # It may answer before the thread that started it knows.
+        running = self._running.get(timeout=60)
+        running.signal(signal.SIGKILL)
+        self._killed.put(running)
 
     def _start_again(self):
         while (killed := self._killed.get()) is not None:
             killed.wait()
-            ports = ["--grpc-port", str(self.port), "--http-port", "0"]
-            self._server = ServerProcess(self._repo, env=FAKE, ports=ports).__enter__()
+            self._start()
+
+    def _start(self):
+        self._server = ServerProcess(self._repo, env=FAKE, ports=self._ports).__enter__()
+        self._running.put(self._server)
 
 
 class Rows(InferenceIO):

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import grpc
 import numpy as np
 import pytest
 from support.bundles import write_affine
+from support.ports import lasting_ports
 from support.server import ServerProcess
 
 from rsrv.core.dtypes import DType
@@ -79,7 +79,7 @@ def test_the_soft_limit_on_open_files_is_raised():
 
 @pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", "<&- >&- 2>&-"])
 def test_a_server_without_streams_or_room_for_its_log_serves_all_the_same(repo, streams):
-    ports = (free_port(), free_port())
+    ports = lasting_ports(2)
     server = ServerProcess(repo, ports=["--grpc-port", str(ports[0]), "--http-port", str(ports[1])])
     command = f"exec {shlex.join(server.command)} {streams}"
     process = subprocess.Popen(["bash", "-c", command], env=server._env, stdout=subprocess.DEVNULL)
@@ -92,11 +92,6 @@ def test_a_server_without_streams_or_room_for_its_log_serves_all_the_same(repo, 
     finally:
         process.kill()
         process.wait()
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 # --- signals before there is anything to stop -----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from support.ports import lasting_ports
 from support.server import ServerProcess
 
 PAUSE_SECONDS = 0.01
@@ -49,8 +50,8 @@ class Workers:
         self._env = env
         self.processes: list[ServerProcess] = []
 
-    def start(self, *, port: int = 0, wait: bool = True) -> ServerProcess:
-        ports = ["--grpc-port", str(port), "--http-port", "0"]
+    def start(self, *, port: int | None = None, wait: bool = True) -> ServerProcess:
+        ports = ["--grpc-port", str(port or lasting_ports(1)[0]), "--http-port", "0"]
         process = self._stack.enter_context(ServerProcess(self._repo, env=self._env, ports=ports))
         self.processes.append(process)
         if wait:
@@ -71,7 +72,9 @@ class Load:
         self._request = request
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(clients)]
-        self.done = 0
+        # By client, which is the only one that counts there.
+        self._begun = [0] * clients
+        self._done = [0] * clients
         self.errors: list[BaseException] = []
         self.slowest = 0.0
 
@@ -85,6 +88,18 @@ class Load:
         for thread in self._threads:
             thread.join()
 
+    @property
+    def done(self) -> int:
+        """How many requests were answered."""
+        return sum(self._done)
+
+    def next_round(self, seconds: float = 30.0) -> None:
+        """Wait until whatever was under way at this call is answered, and each client has begun another request."""
+        before, until = [*self._begun], time.monotonic() + seconds
+        while not all(now > then for now, then in zip(self._begun, before, strict=True)) and not self.errors:
+            assert time.monotonic() < until, f"{before} requests were begun by each client, and now {self._begun}"
+            time.sleep(0.01)
+
     def more(self, count: int, seconds: float = 30.0) -> None:
         """Wait until so many more requests were answered."""
         wanted, until = self.done + count, time.monotonic() + seconds
@@ -95,11 +110,12 @@ class Load:
     def _run(self, number: int) -> None:
         while not self._over.is_set():
             began = time.monotonic()
+            self._begun[number] += 1
             try:
                 self._request(number)
             except BaseException as error:
                 self.errors.append(error)
                 return
             self.slowest = max(self.slowest, time.monotonic() - began)
-            self.done += 1
+            self._done[number] += 1
             self._over.wait(PAUSE_SECONDS)
