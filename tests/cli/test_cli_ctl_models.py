@@ -372,9 +372,12 @@ def test_events_that_are_lost_are_said_to_be(capsys):
 
 def test_events_end_after_so_many_seconds_whatever_happened(server, capsys):
     server.events.append("net", 7, "admission", "open", "draining")
-    # Long enough for what the server remembers; there is nothing else to come.
-    assert run(server, "events", "--from", "1", "--for", "1") == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    # There is nothing to come but what the server remembers, and a slow machine needs longer for that.
+    for seconds in ("0.3", "3", "30"):
+        assert run(server, "events", "--from", "1", "--for", seconds) == 0
+        if shown := capsys.readouterr().out.splitlines():
+            break
+    assert len(shown) == 1
 
 
 def test_a_server_without_administration_is_told_from_one_that_has_it(server, capsys):

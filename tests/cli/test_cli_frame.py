@@ -5,6 +5,7 @@ import os
 import pty
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -213,6 +214,15 @@ def test_numbers_that_json_does_not_have_are_null(capsys):
     assert json.loads(capsys.readouterr().out) == {"x": [1, None, None], "y": 1.5, "z": None}
 
 
+def read_all(terminal):
+    """What came out until the last process let go of the other end, which reading says with an error."""
+    found = b""
+    with suppress(OSError):
+        while part := os.read(terminal, 65536):
+            found += part
+    return found
+
+
 @pytest.mark.parametrize(("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
 def test_colour_appears_on_a_terminal_only_and_not_with_no_color(environment, coloured):
     leader, follower = pty.openpty()
@@ -227,11 +237,11 @@ def test_colour_appears_on_a_terminal_only_and_not_with_no_color(environment, co
             stderr=follower,
             env={**clean, "TERM": "xterm-256color", **environment},
         )
+        os.close(follower)
+        shown = read_all(leader).decode()
         assert process.wait(timeout=60) == 0
-        shown = os.read(leader, 65536).decode()
     finally:
         os.close(leader)
-        os.close(follower)
     assert "broken [red]x" in shown
     assert "[b]" in shown
     assert ("\x1b[" in shown and "31m" in shown) is coloured

@@ -177,9 +177,9 @@ def test_a_second_signal_ends_it_at_once(worker):
     with Process("--worker", worker.url, *PORTS) as gateway:
         channel = grpc.insecure_channel(f"127.0.0.1:{gateway.listening()['grpc_port']}")
         future = channel.unary_unary(INFER).future(request_body(), timeout=WAIT)
-        wait_until(lambda: worker.count("ModelInfer"))
+        wait_until(lambda: worker.count("ModelInfer"), WAIT)
         gateway.process.send_signal(signal.SIGINT)
-        wait_until(lambda: "stopping" in gateway.log)
+        wait_until(lambda: "stopping" in gateway.log, WAIT)
         gateway.process.send_signal(signal.SIGTERM)
         assert gateway.end() == 128 + signal.SIGTERM
         assert future.exception(WAIT) is not None

@@ -314,9 +314,10 @@ def test_something_else_than_a_worker_is_told_apart(capsys, answer, code, words)
 
 
 def test_nobody_there_is_unreachable(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    assert main(["status", "--url", f"127.0.0.1:{port}"]) == 3
+    with socket.socket() as silent:  # it has the port, so that nobody else gets it, and does not listen
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        assert main(["status", "--url", f"127.0.0.1:{port}"]) == 3
     err = capsys.readouterr().err
     assert f"127.0.0.1:{port} cannot be reached: Connection refused" in err
     assert "the HTTP port of a worker" in err

@@ -1,6 +1,8 @@
 """How a soak sees that memory grows, and what a process holds."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -15,13 +17,23 @@ def test_growth_is_the_trend_over_the_whole_time():
     assert growth(flat[:2]) == 0.0
 
 
+OPENS_ON_REQUEST = "print(flush=True); input(); file = open('/dev/zero'); print(flush=True); input()"
+
+
 def test_vitals_count_descriptors_and_threads_of_a_process():
-    before = Vitals.of(os.getpid())
-    with open(os.devnull) as file:
-        after = Vitals.of(os.getpid())
-        assert after.fds == before.fds + 1
-        assert after.files - before.files == {file.name: 1}
-    assert after.threads >= 1
+    # Not of this one, where something of another test may end just now.
+    command = [sys.executable, "-S", "-c", OPENS_ON_REQUEST]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline()
+        before = Vitals.of(process.pid)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline()
+        after = Vitals.of(process.pid)
+        process.stdin.close()
+    assert after.fds == before.fds + 1
+    assert after.files - before.files == {"/dev/zero": 1}
+    assert after.threads == before.threads == 1
     assert after.rss > 1 << 20
 
 
