@@ -86,6 +86,7 @@ def test_an_operator_serves_it_at_other_sizes_and_from_the_cache(bundle, referen
             server.wait_ready()
             with KServeModel(server.url, "net") as model:
                 require_same(model.infer({"x": rows(9)}), reference(rows(9)))
+            server.wait_for_log("model loaded name=net")  # it serves a moment before that is said
             assert server.stop() == 0
         assert "batch_sizes=[2, 16] weights=" in server.log
         assert f"programs={programs} numerics='f32 (pinned 1 dot_general, pinned 1 convolution)'" in server.log

@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "gateway.md"
 HEADING = "## Day by day"
 LOOKS = ("rsrv ctl gateway status", "rsrv ctl gateway workers list", "rsrv models")
 """Commands that change nothing: they are repeated until what the commands before them began has come so far."""
-SECONDS = 20
+SECONDS = 60
 FAKE = {
     "RSRV_ALLOW_FAKE": "1",
     "RSRV_WORKER_RUNTIME_BACKEND": "fake",
@@ -67,7 +67,8 @@ class Site:
     def _wait_for_rounds(self) -> None:
         """Until the gateway has looked at its workers since now, as it has when people type the next command."""
         wanted, end = self._prober.rounds + 2, time.monotonic() + SECONDS
-        while self._prober.rounds < wanted and time.monotonic() < end:
+        while self._prober.rounds < wanted:
+            assert time.monotonic() < end, f"{self._prober.rounds} rounds of the prober, wanted {wanted}"
             time.sleep(0.02)
 
     def run(self, text: str) -> tuple[int, str]:

@@ -84,7 +84,9 @@ def test_a_server_without_streams_or_room_for_its_log_serves_all_the_same(repo, 
     command = f"exec {shlex.join(server.command)} {streams}"
     process = subprocess.Popen(["bash", "-c", command], env=server._env, stdout=subprocess.DEVNULL)
     try:
-        with grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:
+        # Without a limit it would look for the server less and less often while that starts.
+        options = [("grpc.max_reconnect_backoff_ms", 500)]
+        with grpc.insecure_channel(f"127.0.0.1:{ports[0]}", options=options) as channel:
             live = channel.unary_unary(f"{SERVICE}/ServerLive")
             assert pb.ServerLiveResponse.FromString(live(b"", timeout=90, wait_for_ready=True)).live
         process.terminate()

@@ -22,7 +22,7 @@ from rsrv.cli.main import main
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 LOOKS = ("rsrv ctl models", "rsrv ctl events", "rsrv ctl programs ls", "rsrv status", "rsrv models", "curl", "grep")
 """Commands that change nothing: they are repeated until what the commands before them began has come so far."""
-SECONDS = 20
+SECONDS = 60
 SHELL = re.compile(r"[|&;<>*`]|\$\(")
 PROVENANCE = re.compile("warning: the provenance has no commit.*\n")
 """Who reads the page exports from a repository of git."""

@@ -589,7 +589,7 @@ class Stress:
             "hooks": lambda: dict(getattr(server._loader.hooks, "_loaded", {})),
         }
         for what, look in left.items():
-            end = time.monotonic() + 5
+            end = time.monotonic() + HANG_SECONDS
             while look() and time.monotonic() < end:
                 time.sleep(0.02)
             if found := look():

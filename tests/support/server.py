@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 START_SECONDS = 90
@@ -112,6 +113,16 @@ class ServerProcess:
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The server does nothing while the block runs: what is done there happens at one moment to it, however slow
+        this machine is."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
 
     def stop(self, seconds: float = 60) -> int:
         """SIGTERM, then the exit code."""
