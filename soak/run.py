@@ -208,7 +208,10 @@ def _start_all_threads(server: Server) -> int:
 
     channel = open_channel(server.target)
     calls = [channel.stream_unary(INFER).future(nothing()) for _ in range(ENGINE_THREADS)]
-    time.sleep(2.0)
+    threads = 0
+    while (now := Vitals.of(server.pid).threads) > threads:  # until it starts no more
+        threads = now
+        time.sleep(1.0)
     for call in calls:
         call.cancel()
     over.set()
