@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
@@ -20,6 +20,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from rsrv.core.errors import RsrvError
+from rsrv.rpc.http_connections import Connections, Patience
 from rsrv.rpc.http_messages import HttpAnswer, HttpRequest, HttpRoute, HttpStream, error_answer, refusal
 from rsrv.rpc.listen import open_sockets
 from rsrv.rpc.threads import CallThreads
@@ -65,15 +66,33 @@ class _ExhaustionOnce:
             log.warning("http connections wait error=%s hint=%s", error.strerror, "raise the limit: ulimit -n")
 
 
+class _Server(web.Server):
+    """aiohttp's, whose `connections` are looked after."""
+
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], connections: Connections):
+        super().__init__(handler, handler_cancellation=True, access_log=None, logger=_QuietAboutClients(log))
+        self._looked_after = connections
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self._looked_after.opened(handler, transport)
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._looked_after.closed(handler)
+
+
 HttpRoutes = Mapping[tuple[str, str], Callable[[], HttpAnswer] | HttpRoute]
 """(method, path) → the answer. HEAD follows GET; a function without arguments does not look at the request."""
 
 
 class HttpListener:
     """Answers `routes` on ``host:port``. Handlers run on the loop's thread one at a time and must be quick, but for
-    those of routes that say otherwise: they have up to `threads` threads."""
+    those of routes that say otherwise: they have up to `threads` threads. Clients are waited for with `patience`."""
 
-    def __init__(self, host: str, port: int, routes: HttpRoutes, *, threads: int = THREADS) -> None:
+    def __init__(
+        self, host: str, port: int, routes: HttpRoutes, *, threads: int = THREADS, patience: Patience | None = None
+    ) -> None:
         self._host = host
         self._port = port
         self._routes = dict(routes)
@@ -88,6 +107,9 @@ class HttpListener:
         self._thread: threading.Thread | None = None
         self._sockets: list[socket.socket] = []
         self._pool = CallThreads(threads, name="rsrv-http-call")
+        self._patience = patience or Patience()
+        self._connections = Connections(self._patience, self._patience.connections + threads)
+        self._look: asyncio.TimerHandle | None = None
         self._streams: set[asyncio.Event] = set()
         self._closing = False
 
@@ -124,20 +146,28 @@ class HttpListener:
         self._sockets = []
 
     async def _open(self) -> None:
-        server = web.Server(self._handle, handler_cancellation=True, access_log=None, logger=_QuietAboutClients(log))
-        self._runner = web.ServerRunner(server, shutdown_timeout=_SHUTDOWN_SECONDS)
+        self._runner = web.ServerRunner(_Server(self._handle, self._connections), shutdown_timeout=_SHUTDOWN_SECONDS)
         await self._runner.setup()
         for listener in self._sockets:
             await web.SockSite(self._runner, listener).start()
+        self._look_again()
+
+    def _look_again(self) -> None:
+        self._connections.look()
+        self._look = asyncio.get_running_loop().call_later(self._patience.look_seconds, self._look_again)
 
     async def _close(self, runner: web.ServerRunner) -> None:
         self._closing = True
+        if self._look is not None:
+            self._look.cancel()
         for woken in self._streams:
             woken.set()
         await runner.cleanup()
+        self._connections.abort()  # of clients that do not read; the others are closed
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        answer = await self._answer(request)
+        with self._connections.works(request.protocol):
+            answer = await self._answer(request)
         if isinstance(answer, web.StreamResponse):
             return answer
         body = answer.body.encode() if isinstance(answer.body, str) else answer.body
@@ -179,7 +209,8 @@ class HttpListener:
         # Before the body is read, so that it costs nothing to refuse somebody.
         route.guard(message)
         if request.method not in ("GET", "HEAD"):
-            body = await _body(request)
+            with self._connections.waits(request.protocol):
+                body = await _body(request)
             if isinstance(body, HttpAnswer):
                 return body
             message = message.with_body(body)
