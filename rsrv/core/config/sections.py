@@ -14,6 +14,8 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 BatchSize = Annotated[int, Field(ge=1, le=2**31 - 1)]
+MessageBytes = Annotated[int, Field(gt=0, le=2**31 - 1)]
+"""gRPC takes no larger limit, and protobuf knows no larger message."""
 NotNegative = Annotated[int, Field(ge=0)]
 # What is longer than that (31 years) no clock, lock or poll of the system takes.
 Milliseconds = Annotated[float, Field(ge=0, le=1e12)]
@@ -292,9 +294,9 @@ class MetricsConfig(Section):
 
 
 class GrpcConfig(Section):
-    max_recv_msg_bytes: Positive = 512 << 20
+    max_recv_msg_bytes: MessageBytes = 512 << 20
     """Largest message that is received."""
-    max_send_msg_bytes: Positive = 512 << 20
+    max_send_msg_bytes: MessageBytes = 512 << 20
     """Largest message that is sent."""
 
 
