@@ -6,6 +6,7 @@ Entries are immutable and the map of them is replaced, never mutated: the reques
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -120,6 +121,7 @@ class Entry:
         failure: why it does not serve.
         pending: why the last reload failed; the version before it serves.
         modified: files that differ from the manifest's digests and were accepted nevertheless.
+        importing_since: when the import of its hooks began, on the monotonic clock, if that takes long.
         dropped: set when what is being prepared for this registration is not wanted any more.
     """
 
@@ -134,6 +136,7 @@ class Entry:
     failure: Failure | None = None
     pending: Failure | None = None
     modified: tuple[str, ...] = ()
+    importing_since: float | None = None
     settings: Settings = Settings()
     dropped: threading.Event = field(default_factory=threading.Event)
 
@@ -147,6 +150,8 @@ class Entry:
         """Why the model does not answer, for people; "" when it does."""
         if self.failure is not None:
             return str(self.failure)
+        if self.state is ModelState.PREPARING and self.importing_since is not None:
+            return f"preparing: its hooks are being imported for {time.monotonic() - self.importing_since:.0f} s"
         if self.state is not ModelState.READY:
             return str(self.state.value)
         return "" if self.gate == "open" else self.gate
@@ -355,7 +360,7 @@ class Registry:
             if entry is None:
                 late.append(f"{name} (not registered)")
             elif entry.state is not ModelState.READY:
-                late.append(f"{name} ({entry.state.value})")
+                late.append(f"{name} ({entry.state.value if entry.failure is not None else entry.reason})")
         return f"not ready: {', '.join(late)}" if late else ""
 
 

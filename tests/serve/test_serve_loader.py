@@ -24,10 +24,11 @@ class World:
         self.pool, self.device = pool, device
         self.stopping = threading.Event()
         self.phases = []
+        self.reasons = []  # of models that changed, as operators see them
         self.loaders = []
 
     def load(self, *dirs, cache=None, **sections):
-        self.registry = Registry()
+        self.registry = Registry(lambda name: name and self.reasons.append(self.registry.get(name).reason))
         self.scheduler = Scheduler(self.device)
         self.progress = LoadProgress()
         source = ProgramSource(device=self.device, pool=self.pool, cache=cache, progress=self.progress)
@@ -117,11 +118,17 @@ def test_an_empty_repository_is_a_warning(world, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_an_import_of_hooks_that_never_returns_fails_its_model_at_the_time_limit(world, affine, tmp_path, mode):
+def test_an_import_of_hooks_that_never_returns_is_told_and_fails_its_model_at_the_time_limit(
+    world, affine, tmp_path, mode, monkeypatch, caplog
+):
+    monkeypatch.setattr("rsrv.serve.loading.hookfile._LONG_SECONDS", 0.0)
     bundle = copy(affine, tmp_path / "stuck", "import time\ntime.sleep(20)\ndef preprocess(inputs): return inputs\n")
     edit(bundle, "axis_order", f"hooks: {{mode: {mode}, processes: 1}}\naxis_order")
     entry = world.load(tmp_path, hooks=HooksConfig(import_timeout_seconds=1.0))["stuck"]
     assert entry.reason == f"hooks: {bundle / 'model.py'}: importing it took longer than 1 s"
+    assert any(reason.startswith("preparing: its hooks are being imported for ") for reason in world.reasons)
+    assert caplog.text.count("hooks are still being imported name=stuck seconds=0 limit=1") == 1
+    assert entry.importing_since is None
 
 
 def test_hooks_in_processes_are_as_many_as_the_manifest_says_and_end_with_the_loader(world, affine, tmp_path):

@@ -55,6 +55,16 @@ def test_a_failed_model_answers_with_the_phase_and_the_text_of_its_failure(regis
     assert registry.get("b").reason == "hooks: ValueError: x"
 
 
+def test_an_import_that_takes_long_is_why_a_model_and_its_server_are_not_ready(registry, monkeypatch):
+    monkeypatch.setattr("time.monotonic", lambda: 1042.0)
+    registry.set_ready("b", prepared())
+    for name in "ab":
+        registry.change(name, importing_since=1000.0)
+    assert registry.get("a").reason == "preparing: its hooks are being imported for 42 s"
+    assert registry.get("b").reason == ""
+    assert registry.waiting_for("all") == "not ready: a (preparing: its hooks are being imported for 42 s)"
+
+
 def test_incarnations_never_repeat(registry):
     assert registry.next_incarnation() < registry.next_incarnation()
 

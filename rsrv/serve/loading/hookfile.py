@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.1
+_LONG_SECONDS = 10.0
+"""An import that takes longer is told of: it may hang, and what it keeps from being prepared looks as if it did."""
 
 
 def check_hooks(bundle: Bundle, *, allow: bool) -> None:
@@ -48,12 +51,22 @@ class HookLoader:
     Args:
         processes: how many processes a model has whose manifest does not say it.
         on_failed: told of an incarnation that lost too many processes.
+        on_importing: told of a name and an incarnation whose import takes long, and when that began on the monotonic
+            clock; once more, with None, at its end.
     """
 
-    def __init__(self, config: HooksConfig, *, processes: int, on_failed: Callable[[int, HookError], None]) -> None:
+    def __init__(
+        self,
+        config: HooksConfig,
+        *,
+        processes: int,
+        on_failed: Callable[[int, HookError], None],
+        on_importing: Callable[[str, int, float | None], None] = lambda name, incarnation, since: None,
+    ) -> None:
         self._config = config
         self._count = processes
         self._on_failed = on_failed
+        self._on_importing = on_importing
         self._lock = threading.Lock()
         self._processes: dict[int, HookProcesses] = {}
         self._lost_before = 0
@@ -69,12 +82,34 @@ class HookLoader:
         if bundle.hooks_path is None:
             return Hooks(), None
         seconds = self._config.import_timeout_seconds
-        if bundle.manifest.hooks.mode == "thread":
-            return run_hook_file(bundle.hooks_path, bundle.name, incarnation, steps, seconds), None
-        processes = self._make(bundle, bundle.hooks_path, incarnation)
-        with self._lock:
-            self._processes[incarnation] = processes
-        return processes.start(steps.require_running), processes
+        with self._observed(bundle.name, incarnation, steps) as look:
+            if bundle.manifest.hooks.mode == "thread":
+                return run_hook_file(bundle.hooks_path, bundle.name, incarnation, look, seconds), None
+            processes = self._make(bundle, bundle.hooks_path, incarnation)
+            with self._lock:
+                self._processes[incarnation] = processes
+            return processes.start(look), processes
+
+    @contextmanager
+    def _observed(self, name: str, incarnation: int, steps: Steps) -> Iterator[Callable[[], None]]:
+        """What an import calls now and then: it ends one that nobody wants any more, and tells of one that is long."""
+        began, told = time.monotonic(), False
+
+        def look() -> None:
+            nonlocal told
+            steps.require_running()
+            if told or time.monotonic() - began < _LONG_SECONDS:
+                return
+            told = True
+            limit = self._config.import_timeout_seconds
+            log.warning("hooks are still being imported name=%s seconds=%g limit=%g", name, _LONG_SECONDS, limit)
+            self._on_importing(name, incarnation, began)
+
+        try:
+            yield look
+        finally:
+            if told:
+                self._on_importing(name, incarnation, None)
 
     def drop(self, incarnation: int) -> None:
         """End the processes of one load of a model, if it has any."""
@@ -102,9 +137,9 @@ class HookLoader:
         )
 
 
-def run_hook_file(path: Path, name: str, incarnation: int, steps: Steps, seconds: float) -> Hooks:
+def run_hook_file(path: Path, name: str, incarnation: int, look: Callable[[], None], seconds: float) -> Hooks:
     """Run ``model.py`` on a daemon thread of its own, which is left behind when that takes longer than `seconds`
-    (BundleError), or when the server stops meanwhile.
+    (BundleError), or when `look`, called now and then, raises.
 
     Nobody knows what user code waits for, and threads that it starts must not keep the process alive either.
     """
@@ -119,7 +154,7 @@ def run_hook_file(path: Path, name: str, incarnation: int, steps: Steps, seconds
     until = time.monotonic() + seconds
     threading.Thread(target=run, name=f"rsrv-import {name}", daemon=True).start()
     while not wait([outcome], min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))).done:
-        steps.require_running()
+        look()
         if time.monotonic() >= until:
             raise import_failed(path, f"took longer than {seconds:g} s")
     return outcome.result()

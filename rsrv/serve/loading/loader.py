@@ -118,7 +118,9 @@ class Loader:
         self._on_ready = on_ready
         self.on_loaded: Callable[[ServableModel, Versions], None] = lambda model, versions: None
         self.on_idle: Callable[[int], None] = lambda incarnation: None
-        self.hooks = HookLoader(config.hooks, processes=hook_processes, on_failed=on_hooks_lost)
+        self.hooks = HookLoader(
+            config.hooks, processes=hook_processes, on_failed=on_hooks_lost, on_importing=self._tell_importing
+        )
         # Weights reach the device one model at a time.
         self._placing = threading.Lock()
         # Those that read and compile at a time: one more than compile, so that the next bundle is read and hashed
@@ -154,6 +156,9 @@ class Loader:
         """End the processes of hooks, and what compiles."""
         self.hooks.close()
         self._compiles.shutdown(cancel_futures=True)
+
+    def _tell_importing(self, name: str, incarnation: int, since: float | None) -> None:
+        self._registry.change(name, of=incarnation, importing_since=since)
 
     def _tell_progress(self) -> None:
         self._on_phase(str(self._progress.counts))
