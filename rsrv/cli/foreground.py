@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -14,6 +16,10 @@ from rsrv.cli import output
 
 _LEFT_BEHIND_SECONDS = 3.0
 """How long the process may take to end once the server has stopped and the main thread has returned."""
+
+_serves = False
+_code: int | None = None
+"""What the process ends with, once that is known."""
 
 
 def stdout_to_stderr() -> None:
@@ -63,14 +69,40 @@ def signals_end_it() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def end_soon() -> None:
-    """End the process although a hook left a thread or an exit function behind that never ends."""
+def serves() -> None:
+    """Called first by a command that serves: the standard streams are made fit for it, and its end is looked after."""
+    global _serves
+    open_standard_streams()
+    if not _serves:
+        _serves = True
+        atexit.register(_leave)  # before hooks are imported: the first that is registered is the last that runs
+
+
+def end_soon(code: int) -> None:
+    """Of a command that served: end the process with `code` although a hook left a thread or an exit function behind
+    that never ends, and without taking the interpreter apart. Others end as always."""
+    global _code
+    if not _serves:
+        return
+    _code = code
 
     def end() -> None:
         threading.main_thread().join()
         time.sleep(_LEFT_BEHIND_SECONDS)
         left = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
         note(f"ended although hooks left something running: {', '.join(left) or 'an exit function'}")
-        os._exit(0)
+        os._exit(code)
 
     threading.Thread(target=end, name="rsrv-end", daemon=True).start()
+
+
+def _leave() -> None:
+    """All threads and the other exit functions have ended. To free every object of jax takes a second of CPU, and on a
+    machine that has none to spare half a minute in which the server looks as if it did not stop."""
+    if _code is None:
+        return
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(_code)

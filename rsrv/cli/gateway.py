@@ -57,7 +57,7 @@ def gateway(
         rsrv gateway gateway.yaml --grpc-port 0 --http-port 0
         RSRV_GATEWAY_WORKERS=gpu0:8001,gpu1:8001 rsrv gateway
     """
-    foreground.open_standard_streams()
+    foreground.serves()
     with foreground.signals_end_it():
         flags: dict[str, Any] = {}
         if worker:

@@ -19,6 +19,7 @@ from rsrv.cli import (
     env,
     errors,
     export,
+    foreground,
     gateway,
     inspect,
     output,
@@ -85,7 +86,14 @@ app.command()(env.env)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (default: this process's) and return its exit code. Never raises."""
+    """Run one command line (default: this process's, which ends then) and return its exit code. Never raises."""
+    code = _run(argv)
+    if argv is None:
+        foreground.end_soon(code)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     output.set_mode("human")
     output.set_debug(False)
     try:

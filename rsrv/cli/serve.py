@@ -52,10 +52,9 @@ def serve(
         rsrv serve models --control-mode static
         rsrv serve --config node.yaml --worker gpu0
     """
-    foreground.open_standard_streams()
+    foreground.serves()
     with foreground.signals_end_it():
         _serve(repo, config, worker, host, grpc_port, http_port, no_http, no_hooks, control_mode, log_level)
-    foreground.end_soon()
 
 
 def _serve(

@@ -76,7 +76,7 @@ def served(monkeypatch):
     monkeypatch.setattr("rsrv.gateway.serve_gateway", lambda resolved, **_: found.append(resolved.config))
     monkeypatch.setattr("rsrv.core.logs.set_up_logging", lambda level, style: found.append((level, style)))
     monkeypatch.setattr("rsrv.core.logs.let_go", lambda records: None)
-    monkeypatch.setattr("rsrv.cli.foreground.open_standard_streams", lambda: None)
+    monkeypatch.setattr("rsrv.cli.foreground.serves", lambda: None)
     return found
 
 
