@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -62,8 +62,10 @@ class DigestFinding:
         return f"{self.file} has sha256 {self.sha256}, files says {self.declared.sha256}"
 
 
-def digest_file(path: Path | str, *, max_bytes: int | None = None) -> FileDigest:
-    """Size and sha256 of a regular file, read in parts.
+def digest_file(
+    path: Path | str, *, max_bytes: int | None = None, look: Callable[[], None] = lambda: None
+) -> FileDigest:
+    """Size and sha256 of a regular file, read in parts; `look` is called after each and may raise.
 
     Raises BundleError when it cannot be read, or is larger than `max_bytes`.
     """
@@ -81,6 +83,7 @@ def digest_file(path: Path | str, *, max_bytes: int | None = None) -> FileDigest
             while count := stream.readinto(buffer):
                 hasher.update(memoryview(buffer)[:count])
                 size += count
+                look()
         except OSError as error:
             raise violation(
                 BundleError, "B-15a", f"{file}: cannot be read: {error.strerror}", file=file.name
@@ -92,8 +95,13 @@ def digest_bytes(data: bytes) -> FileDigest:
     return FileDigest(len(data), hashlib.sha256(data).hexdigest())
 
 
-def verify_files(bundle: Bundle, which: Literal["programs", "all"] = "programs") -> list[DigestFinding]:
-    """Files of `bundle` that differ from the digests in its manifest; empty when the manifest has none."""
+def verify_files(
+    bundle: Bundle, which: Literal["programs", "all"] = "programs", *, look: Callable[[], None] = lambda: None
+) -> list[DigestFinding]:
+    """Files of `bundle` that differ from the digests in its manifest; empty when the manifest has none.
+
+    `look` is called now and then, and may raise.
+    """
     declared = bundle.manifest.files
     if declared is None:
         return []
@@ -107,7 +115,7 @@ def verify_files(bundle: Bundle, which: Literal["programs", "all"] = "programs")
         wanted, sha256 = declared.get(name), None
         readable = name not in programs or (size is not None and size <= MAX_PROGRAM_BYTES)
         if wanted is not None and size == wanted.size and readable:  # else the size tells enough
-            actual = digest_file(bundle.path / name)
+            actual = digest_file(bundle.path / name, look=look)
             if actual == wanted:
                 continue
             size, sha256 = actual.size, actual.sha256

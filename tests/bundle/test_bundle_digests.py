@@ -33,6 +33,18 @@ def test_a_digest_is_the_size_and_sha256_of_the_file(tmp_path):
     assert digest_file(tmp_path / "empty") == FileDigest(0, hashlib.sha256(b"").hexdigest())
 
 
+def test_hashing_ends_where_its_caller_wants_it_to(sealed):
+    looks = []
+
+    def look():
+        looks.append(1)
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        verify_files(open_bundle(sealed), "all", look=look)
+    assert looks == [1]
+
+
 def test_what_is_no_regular_file_has_no_digest(tmp_path):
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(BundleError, match=str(path)):

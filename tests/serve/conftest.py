@@ -6,6 +6,12 @@ from store_support import written
 from rsrv.serve.scheduler import Policy, Scheduler, batch, dispatch
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Threads that give way have all the time that a busy machine takes to let them end: tests look for them."""
+    monkeypatch.setattr("rsrv.core.niceness._LEFT_BEHIND_SECONDS", 60.0)
+
+
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """Makes sites, with a budget in models, and closes them."""

@@ -192,3 +192,17 @@ def test_the_thread_ends_in_the_middle_of_a_file(tmp_path, monkeypatch):
     contents.stop()
     contents.stop()
     assert not any(thread.name.startswith("rsrv-watch") for thread in threading.enumerate())
+
+
+def test_a_thread_that_gets_no_processor_holds_up_no_stop(monkeypatch):
+    monkeypatch.setattr("rsrv.core.niceness._LEFT_BEHIND_SECONDS", 0.01)
+    scheduled = threading.Event()
+    monkeypatch.setattr(contents_module, "give_way", scheduled.wait)
+    contents = Contents()
+    contents.start()
+    contents.stop()
+    left = [thread for thread in threading.enumerate() if thread.name == "rsrv-watch-hash"]
+    assert len(left) == 1
+    scheduled.set()
+    left[0].join(WAIT_SECONDS)
+    assert not left[0].is_alive()

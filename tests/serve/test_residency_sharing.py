@@ -1,5 +1,6 @@
 """Tensors that several models have are held once; wrong digests and edited files never bring wrong bytes."""
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -502,3 +503,17 @@ def test_the_verifier_works_on_a_thread_of_its_own_and_ends(tmp_path):
     verifier.close()
     assert not verifier._thread.is_alive()
     Verifier().close()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_verifier_that_was_left_behind_does_not_complain_of_closed_files(monkeypatch, closed):
+    monkeypatch.setattr("rsrv.serve.residency.digests.give_way", lambda: None)
+    verifier = Verifier()
+
+    def late():
+        verifier._stopping = closed
+        raise ValueError("closed file")
+
+    monkeypatch.setattr(verifier, "verify_next", late)
+    with contextlib.nullcontext() if closed else pytest.raises(ValueError, match="closed file"):
+        verifier._run()

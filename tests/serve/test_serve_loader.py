@@ -10,6 +10,7 @@ from support.bundles import N, write_affine, write_model
 from rsrv.core.config import BundlesConfig, EndpointsConfig, HooksConfig, RuntimeConfig, ServerConfig
 from rsrv.runtime import CompilePool, open_cache, open_device
 from rsrv.serve.loading import DigestWatch, Loader, LoadProgress, ProgramSource
+from rsrv.serve.loading import digests as loading_digests
 from rsrv.serve.loading.coherence import Versions
 from rsrv.serve.registry import ModelState, Registry
 from rsrv.serve.residency.manager import Residency
@@ -218,6 +219,20 @@ def run_aside(run):
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_hashing_of_weights_ends_when_the_server_stops(world, affine, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    copy(affine, tmp_path / "m")
+    verify = loading_digests.verify_files
+
+    def stopped_meanwhile(*arguments, **options):
+        world.stopping.set()
+        return verify(*arguments, **options)
+
+    monkeypatch.setattr(loading_digests, "verify_files", stopped_meanwhile)
+    world.load(tmp_path, bundles=BundlesConfig(digests="strict"))
+    assert "model not loaded name=m phase=digests reason=stopping" in caplog.text
 
 
 def test_strict_digests_refuse_what_programs_only_reports(world, affine, tmp_path, caplog):

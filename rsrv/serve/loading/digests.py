@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -25,10 +25,11 @@ Programs = Mapping[tuple[int, ...], Mapping[int, bytes]]
 """Variant to batch key to the bytes of a program."""
 
 
-def read_programs(bundle: Bundle, mode: DigestsMode) -> Programs:
-    """The programs of `bundle`, each compared with its digest as `mode` says. Raises DigestMismatch, BundleError."""
+def read_programs(bundle: Bundle, mode: DigestsMode, look: Callable[[], None] = lambda: None) -> Programs:
+    """The programs of `bundle`, each compared with its digest as `mode` says. Raises DigestMismatch, BundleError, and
+    what `look` raises, which is called now and then: weights may take minutes."""
     if mode == "strict":
-        for finding in verify_files(bundle, "all"):
+        for finding in verify_files(bundle, "all", look=look):
             raise DigestMismatch(
                 f"bundle {bundle.name!r}: {finding.message}",
                 rule="B-15a",

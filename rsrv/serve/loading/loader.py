@@ -290,7 +290,7 @@ class Loader:
             chosen = settings.batch_sizes if settings is not None else None
             require_choosable(manifest, chosen)
         with steps("digests"):
-            programs = read_programs(bundle, self._config.bundles.digests)
+            programs = read_programs(bundle, self._config.bundles.digests, steps.require_running)
         with steps("weights"):
             if bundle.weights_path is None:
                 raise BundleError(f"bundle {name!r} has no weights.safetensors", file="weights.safetensors")

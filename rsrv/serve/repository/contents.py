@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rsrv.bundle.files import open_regular
 from rsrv.core.errors import BundleError
-from rsrv.core.niceness import give_way
+from rsrv.core.niceness import give_way, join_polite
 from rsrv.serve.repository.snapshot import FileStat, Seen
 
 log = logging.getLogger(__name__)
@@ -54,13 +54,16 @@ class Contents:
             thread.start()
 
     def stop(self) -> None:
-        """Ends the threads, between two parts of a file. What was asked for is not answered any more."""
+        """Ends the threads, between two parts of a file, or leaves them behind when they get no processor for that.
+
+        What was asked for is not answered any more.
+        """
         with self._bell:
             self._stopping = True
             self._bell.notify_all()
         for thread in self._threads:
             if thread.is_alive():
-                thread.join()
+                join_polite(thread)
 
     def learn(self, seen: Seen) -> None:
         """`seen` is what is served: hash what is not known of it, when there is time."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from rsrv.bundle.safetensors import WeightEntry
 from rsrv.core.errors import WeightsError
 from rsrv.core.memory import aligned_empty
-from rsrv.core.niceness import give_way
+from rsrv.core.niceness import give_way, join_polite
 from rsrv.serve.residency.content import WeightsFile, content_key
 
 log = logging.getLogger(__name__)
@@ -55,11 +55,11 @@ class Verifier:
         self._thread.start()
 
     def close(self) -> None:
-        """End within a slice of a megabyte; nothing is verified any more."""
+        """End within a slice of a megabyte, if it gets the processor for that; nothing is verified any more."""
         self._stopping = True
         self._wake.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            join_polite(self._thread)
 
     def add(self, name: str, file: WeightsFile) -> None:
         """From now on `name` is a model with these weights; another file under the same name takes its place."""
@@ -180,10 +180,14 @@ class Verifier:
 
     def _run(self) -> None:
         give_way()
-        while not self._stopping:
-            self._wake.clear()
-            if not self.verify_next():
-                self._wake.wait(_AGAIN_SECONDS if self._due else None)
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                if not self.verify_next():
+                    self._wake.wait(_AGAIN_SECONDS if self._due else None)
+        except Exception:
+            if not self._stopping:  # else it was left behind by `close`, and its file is closed meanwhile
+                raise
 
 
 def _digests(file: WeightsFile) -> set[str]:
