@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,18 +107,15 @@ def _run(server: RunningServer, ends: Ends, on_listening: Callable[[RunningServe
     server.open()
     server.on_stopped = lambda: ends.put(None)
     server.on_lost = ends.put
-    loading = threading.Thread(target=bring_up, name="rsrv-bring-up")
     try:
         if on_listening is not None:
             on_listening(server)
-        loading.start()
+        server.start_loading(bring_up)
         end = first_end(ends, on_hangup=lambda: _look_at_repository(server))
         if isinstance(end, int):
             log.info("signal received signal=%s", signal.Signals(end).name)
     finally:
         server.stop()
-        if loading.ident is not None:
-            loading.join()
     if isinstance(end, BaseException):
         raise end
 

@@ -302,6 +302,8 @@ class RunningServer:
 
     def load(self) -> None:
         """Discover and prepare the bundles; returns when each is ready or failed, or when the server stops."""
+        if self._stopping.is_set():
+            return
         live, loader, warmup = self.live, self._loader, self._warmup
         assert loader is not None
         assert warmup is not None
@@ -339,9 +341,9 @@ class RunningServer:
         with contextlib.suppress(ServerStopping):
             probe_scratch(self.device, self.residency, ready, warmup.measure, self._stopping.is_set)
 
-    def start_loading(self) -> None:
-        """`load` on a thread of its own."""
-        self._spawn("rsrv-bring-up", self.load)
+    def start_loading(self, load: Callable[[], None] | None = None) -> None:
+        """`load`, this server's own by default, on a thread of its own. A stop frees nothing before it has ended."""
+        self._spawn("rsrv-bring-up", load or self.load)
 
     def wait_ready(self, timeout: float | None = None) -> Readiness:
         """Wait until the server is ready, or cannot become it without help, or `timeout` seconds have passed."""

@@ -32,6 +32,7 @@ from rsrv.protos import POOL, health, services
 from rsrv.protos import inference as pb
 from rsrv.serve import observe, serve, serve_worker
 from rsrv.serve.loading import Loader
+from rsrv.serve.residency.manager import Residency
 from rsrv.serve.worker import RunningServer
 
 V2 = "/inference.GRPCInferenceService/"
@@ -643,6 +644,22 @@ def test_a_blocking_serve_returns_when_another_thread_stops_the_server(repo):
     server.stop()
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_stop_frees_nothing_while_models_are_still_being_loaded(repo, monkeypatch):
+    servers, freed, early = [], threading.Event(), []
+
+    def load_all(self):
+        threading.Thread(target=servers[0].stop).start()
+        assert self._stopping.wait(60)
+        early.append(freed.wait(0.3))  # long enough for a stop that does not wait
+
+    free = Residency.free
+    monkeypatch.setattr(Loader, "load_all", load_all)
+    monkeypatch.setattr(Residency, "free", lambda self: (freed.set(), free(self)))
+    serve(config(repo), on_listening=servers.append)
+    assert early == [False]
+    assert freed.is_set()
 
 
 def test_an_error_of_the_bring_up_ends_a_blocking_serve(repo, monkeypatch):
