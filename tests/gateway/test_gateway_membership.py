@@ -131,6 +131,8 @@ def test_a_name_that_is_taken_does_not_keep_a_worker_out(caplog):
     scene = Scene([endpoint("a:1", "one")], [endpoint("b:1", "one")])
     assert [worker.name for worker in scene.fleet.workers] == ["one", "b:1"]
     assert "b:1 is called by its address" in caplog.text
+    scene.membership.listed(1, ())
+    assert not scene.membership._renamed
 
 
 def test_workers_that_join_together_are_told_of_as_one_change():

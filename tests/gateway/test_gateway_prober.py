@@ -11,7 +11,7 @@ from support.stub_worker import index_of
 
 from rsrv.core.errors import Code
 from rsrv.gateway.discovery.membership import Membership
-from rsrv.gateway.discovery.survey import INDEX
+from rsrv.gateway.discovery.survey import INDEX, STATUS
 
 HANGS = 0.3
 """Deadline of a question that a worker does not answer."""
@@ -224,6 +224,41 @@ def test_garbage_from_a_worker_ends_no_round(stack, caplog):
     assert scene.ready() == [mock.url, fine.url]
     assert scene.prober.poll.polled == (fine.url,)
     assert caplog.text.count("ModelControlStatus") == 1
+
+
+def test_what_was_said_about_workers_that_have_left_is_forgotten(stack):
+    scene = Scene(stack, stubs=True)
+    for number in range(3):
+        [passing] = scene.join(f"passing-{number}:1")
+        answer = answers_of(b"\xff\xff\xff")
+        passing.on_probe = lambda probe, answer=answer: probe.answer(b"\xff") if probe.path == STATUS else answer(probe)
+        scene.prober.round()
+        assert scene.prober._garbled == scene.refresher._garbled == {passing.url}
+        scene.fleet.remove(passing.url)
+    scene.prober.round()
+    assert scene.prober._garbled == scene.refresher._garbled == set()
+
+
+def test_a_worker_that_leaves_during_a_round_is_not_told_to_the_mode(stack):
+    scene = Scene(stack, stubs=True)
+    let_all_answer(scene.fleet)
+    scene.join("a:1", "b:1")
+    lock, ready = scene.router.lock, []
+    scene.mode.tick = lambda urls, poll, now: ready.append((list(urls), list(poll.workers)))
+
+    class Late:
+        """Between the round's last look and the mode's turn."""
+
+        def __enter__(self):
+            scene.fleet.remove("b:1")
+            lock.acquire()
+
+        def __exit__(self, *_):
+            lock.release()
+
+    scene.router.lock = Late()
+    scene.prober.round()
+    assert ready == [(["a:1"], ["a:1"])]
 
 
 def test_a_hung_worker_does_not_keep_another_one_from_joining(stack, monkeypatch):

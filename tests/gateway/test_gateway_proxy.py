@@ -183,6 +183,21 @@ def test_a_worker_that_left_is_passed_over(make_site):
     assert site.proxy.retries.total == 0
 
 
+def test_a_call_that_ends_after_its_worker_left_leaves_no_series(make_site):
+    site = make_site(1)
+    mock = site.mocks[0]
+    mock.hang("ModelInfer")
+    call = site.call(request_body())
+    site.proxy.handle(call)
+    wait_until(lambda: mock.count("ModelInfer"))
+    site.fleet.remove(mock.url)
+    site.counters.forget(mock.url)
+    mock.resume("ModelInfer")
+    wait_until(lambda: call.ended)
+    assert call.code is Code.OK
+    assert not site.counters.snapshot().workers
+
+
 # --- shared memory --------------------------------------------------------------------------------------------------
 
 

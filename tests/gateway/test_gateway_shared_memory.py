@@ -483,6 +483,22 @@ def test_a_worker_that_left_is_forgotten():
     assert not desk.memory._regions.is_behind("b")
 
 
+def test_workers_that_come_and_go_for_good_leave_nothing_behind():
+    stays = ScriptedWorker("stays")
+    desk = Desk(stays)
+    desk.register("r")
+    for number in range(100):
+        passing = ScriptedWorker(f"passing-{number}")
+        passing.outcome = lambda what, body: AWAY  # it dies while it is told
+        desk.fleet.workers = (stays, passing)
+        desk.memory.welcome(passing, lambda: None)
+        desk.fleet.workers = (stays,)
+        desk.now += 5.0
+    desk.memory.welcome(stays, lambda: None)
+    assert desk.memory._regions.behind <= 2
+    assert list(desk.memory._replays._last) == ["stays"]
+
+
 # --- room -------------------------------------------------------------------------------------------------------------
 
 

@@ -193,6 +193,7 @@ class Membership:
         with self._lock, self._fleet.together():
             listed = union([*self._lists, tuple(self._added.values())])
             self._removed &= listed.keys()
+            self._renamed &= listed.keys()
             wanted = {url: endpoint for url, endpoint in listed.items() if url not in self._removed}
             todo = plan(wanted, [worker.url for worker in self._fleet.workers])
             for url in todo.leave:

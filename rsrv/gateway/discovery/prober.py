@@ -143,6 +143,7 @@ class Prober:
         Also for callers without a thread: a start looks once before it serves.
         """
         seen = _Round({worker.url: worker for worker in self._fleet.workers})
+        self._garbled &= seen.workers.keys()
         with self._lock:
             self._under_way = []
             self._returning = {url: one for url, one in self._returning.items() if seen.workers.get(url) is one.worker}
@@ -276,15 +277,16 @@ class Prober:
 
     def _tick(self) -> None:
         """Give the mode what was found; without any ready worker, or any report that it needs, it stays as it is."""
-        ready = sorted(worker.url for worker in self._fleet.ready)
         mode = self._router.mode
-        reports = {url: self.poll.workers[url] for url in ready if url in self.poll.workers} if mode.needs_poll else {}
-        if not ready or (mode.needs_poll and not reports):
-            return
         notes: Iterable[tuple[int, str]] = ()
         try:
             with self._router.lock:
-                mode.tick(ready, Poll(reports), self._clock())
+                # Read under the lock: whoever leaves is forgotten by the mode afterwards, or is not in it.
+                ready = sorted(worker.url for worker in self._fleet.ready)
+                reports = {url: self.poll.workers[url] for url in ready if url in self.poll.workers}
+                if not ready or (mode.needs_poll and not reports):
+                    return
+                mode.tick(ready, Poll(reports if mode.needs_poll else {}), self._clock())
                 notes = mode.take_notes()
         except Exception:
             log.exception("the scheduling mode %s failed in its tick and goes on as it was", mode.name)

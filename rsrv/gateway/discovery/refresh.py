@@ -156,6 +156,7 @@ class Refresher:
         members = {worker.url: worker for worker in self._fleet.workers}
         self._listings = {url: listing for url, listing in self._listings.items() if url in members}
         self._routable = {url: worker for url, worker in self._routable.items() if members.get(url) is worker}
+        self._garbled &= members.keys()
         routable = [url for url, worker in self._routable.items() if not worker.draining]
         self._router.install(route(self._listings, routable))
 

@@ -10,6 +10,9 @@ from rsrv.core.wire.peek import batch_extent
 from rsrv.gateway.scheduling.ewma import ewma
 from rsrv.gateway.workers.poll import ModelReport, Poll
 
+KEPT_SECONDS = 3600.0
+"""How long what is known of a model stays when no worker lists it any more: it may be loaded again."""
+
 
 class Used(NamedTuple):
     """What a model used: device seconds, requests, rows."""
@@ -24,44 +27,73 @@ class Baselines:
     neither takes its history out of a sum nor brings it back in as news.
 
     A worker that was never seen brings its whole history into `advance`'s first answer about it, since that is the best
-    average there is, but not into `consumed`. One with a new incarnation started from zero.
+    average there is, but not into `consumed`. One with a new incarnation started from zero. What a worker has not
+    listed for `KEPT_SECONDS` was never seen there.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[str, dict[str, Used]]] = {}
+        self._seen: dict[str, _Seen] = {}
         self.consumed = 0.0
         """Device seconds of the fleet between the last two calls of `advance`: what workers used that were known."""
 
-    def advance(self, poll: Poll) -> dict[str, Used]:
-        """What each model used since the last call, over all workers that answered.
+    def advance(self, poll: Poll, now: float) -> dict[str, Used]:
+        """What each model used since the last call, over all workers that answered; `now` is monotonic seconds.
 
         A worker's counters of a model count for nothing this time when one of them fell, or is no number.
         """
         used: dict[str, Used] = {}
         consumed = 0.0
         for url, report in poll.workers.items():
-            incarnation, last = self._seen.get(url, ("", None))
-            if last is not None and incarnation != report.incarnation:
-                last = {}
-            seen: dict[str, Used] = dict(last or {})
+            known = url in self._seen
+            if not known or self._seen[url].incarnation != report.incarnation:
+                self._seen[url] = _Seen(report.incarnation)
+            last = self._seen[url]
+            last.names.seen(report.models, now)
+            for model in last.names.forgotten(now):
+                last.used.pop(model, None)
             for model, row in report.models.items():
                 if not _is_sane(row):
                     continue
-                before = seen.get(model, _NOTHING)
-                seen[model] = Used(row.compute, row.requests, row.rows)
+                before = last.used.get(model, _NOTHING)
+                last.used[model] = Used(row.compute, row.requests, row.rows)
                 compute, requests, rows = row.compute - before[0], row.requests - before[1], row.rows - before[2]
                 if compute < 0 or requests < 0 or rows < 0:
                     continue
                 total = used.get(model, _NOTHING)
                 used[model] = Used(total.compute + compute, total.requests + requests, total.rows + rows)
-                if last is not None:
+                if known:
                     consumed += compute
-            self._seen[url] = (report.incarnation, seen)
         self.consumed = consumed
         return used
 
     def forget(self, url: str) -> None:
         self._seen.pop(url, None)
+
+
+class Names:
+    """When names were seen last."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] = {}
+
+    def seen(self, names: Iterable[str], now: float) -> None:
+        self._seen.update(dict.fromkeys(names, now))
+
+    def forgotten(self, now: float) -> list[str]:
+        """Those that were not seen for `KEPT_SECONDS`, each told once."""
+        old = [name for name, at in self._seen.items() if now - at >= KEPT_SECONDS]
+        for name in old:
+            del self._seen[name]
+        return old
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One worker's cumulative counters as they were last seen, by model."""
+
+    incarnation: str
+    used: dict[str, Used] = field(default_factory=dict)
+    names: Names = field(default_factory=Names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +138,19 @@ class CostCache:
         self._baselines = Baselines()
         self._item: dict[str, float] = {}
         self._request: dict[str, float] = {}
+        self._names = Names()
         self.costs = Costs()
 
-    def update(self, poll: Poll, halflife: float) -> Costs:
+    def update(self, poll: Poll, halflife: float, now: float) -> Costs:
         """Take in a poll and publish a new snapshot; `halflife` is in device seconds of the fleet.
 
-        What this poll does not say (a worker that reloads a model) stays as it was.
+        What this poll does not say (a worker that reloads a model) stays as it was, for `KEPT_SECONDS`.
         """
-        used = self._baselines.advance(poll)
+        used = self._baselines.advance(poll, now)
+        self._names.seen(poll.hosts, now)
+        for model in self._names.forgotten(now):
+            self._item.pop(model, None)
+            self._request.pop(model, None)
         dt = self._baselines.consumed
         average(self._item, ((model, each.compute, each.rows) for model, each in used.items()), dt, halflife)
         average(self._request, ((model, each.compute, each.requests) for model, each in used.items()), dt, halflife)

@@ -41,7 +41,7 @@ class Demand:
             self._counted_since = now
         elif self._counted_since is None:
             self._counted_since = now
-        for model, used in self._baselines.advance(poll).items():
+        for model, used in self._baselines.advance(poll, now).items():
             if used.requests > 0:
                 self.costs[model] = ewma(self.costs.get(model) or None, used.compute / used.requests, compute, halflife)
 

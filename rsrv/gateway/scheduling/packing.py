@@ -182,7 +182,7 @@ class LptPacking:
         requested, knobs = self.requested, self.knobs
         members = self._members.update(ready, poll)
         if members.workers:
-            self._cache.update(members, knobs.ema_halflife_compute_seconds)
+            self._cache.update(members, knobs.ema_halflife_compute_seconds, now)
             self._triggers.accumulated += self._cache.consumed
             self._budgets = {**members.budgets, **poll.budgets}
             self._listed = members.hosts.keys()

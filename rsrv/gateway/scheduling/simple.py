@@ -113,7 +113,7 @@ class LeastOutstanding:
     def tick(self, ready: Sequence[str], poll: Poll, now: float) -> None:
         self._loads.retain(ready)
         if self.needs_poll:
-            self._costs.update(poll, self._halflife)
+            self._costs.update(poll, self._halflife, now)
 
     def take_notes(self) -> list[tuple[int, str]]:
         return []

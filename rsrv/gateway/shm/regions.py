@@ -73,6 +73,11 @@ class Regions:
             if len(missed) > MAX_MISSED:
                 self._missed[url] = {""}
 
+    @property
+    def behind(self) -> int:
+        """How many workers are known to have missed something."""
+        return len(self._missed)
+
     def is_behind(self, url: str) -> bool:
         """Whether the worker is known to have missed something."""
         return url in self._missed

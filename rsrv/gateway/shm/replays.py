@@ -113,11 +113,6 @@ class Replays:
         replay.worker.hold()
         self._advance(replay)
 
-    def keep(self, urls: frozenset[str]) -> None:
-        """Forget what is known of other workers. Under the lock."""
-        for url in self._last.keys() - urls:
-            del self._last[url]
-
     def _begin(self, worker: Worker, steps: list[Step]) -> Replay:
         replay = self._running[worker.url] = Replay(worker, worker.incarnation, deque(steps))
         self._on_begin(worker.url)
@@ -131,7 +126,7 @@ class Replays:
                 told, replay.told = ([], replay.told) if step else (replay.told, [])
                 if step is None and not told:
                     del self._running[replay.worker.url]
-                    self._last[replay.worker.url] = (replay.incarnation, self._clock())
+                    self._ended(replay)
                     break
             if step is not None:
                 self._send(replay.worker, step, partial(self._answered, replay, step))
@@ -141,6 +136,13 @@ class Replays:
                 self._say(fn, not replay.lost and not replay.refused)
         self._log(replay)
         replay.worker.release()
+
+    def _ended(self, replay: Replay) -> None:
+        """Remember when that was, as long as it matters: workers come and go, and none may leave a trace. Under the
+        lock."""
+        now = self._clock()
+        self._last = {url: last for url, last in self._last.items() if now - last[1] < QUIET_SECONDS}
+        self._last[replay.worker.url] = (replay.incarnation, now)
 
     def _answered(self, replay: Replay, step: Step, outcome: Outcome) -> None:
         if outcome.ok:

@@ -253,9 +253,7 @@ class SharedMemory:
                     begun.append(self._replays.tell(worker, step))
                 elif url not in taken:
                     self._regions.misses(url, step)
-            urls = frozenset(worker.url for worker in workers)
-            self._regions.keep(urls)
-            self._replays.keep(urls)
+            self._regions.keep({worker.url for worker in workers})
         for replay in begun:
             if replay is not None:
                 self._replays.run(replay)
@@ -326,6 +324,9 @@ class SharedMemory:
     def _replay_begins(self, url: str) -> None:
         for operation in self._open:
             operation.unsure.add(url)
+        workers = self._fleet.workers
+        if self._regions.behind > len(workers):  # some are behind for good: they have left
+            self._regions.keep({worker.url for worker in workers})
 
 
 def _step(call: Call, *, registers: bool) -> Step:

@@ -346,7 +346,8 @@ class Attempt:
         after = self._worker.over(self, lost=outcome.lost and not self.concluded)
         self._worker.send_waiting()
         if self._concluded.acquire(blocking=False):
-            self._worker._counters.worker_call("ModelInfer", self._worker.url, seconds)
+            if not self._worker._closed:  # else it has left, and its series with it
+                self._worker._counters.worker_call("ModelInfer", self._worker.url, seconds)
             self._done(outcome)
         # The answer's bytes hang on the one and the request's on the other, and whoever waited may still know of us.
         self._future, self._body = None, b""
