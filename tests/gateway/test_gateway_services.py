@@ -1,16 +1,19 @@
 """The RPCs beside inference, over gRPC on loopback, with scripted workers."""
 
+import time
 from contextlib import ExitStack
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.calls import FakeCall
 from support.gateway_front import SECONDS, Front, refusal
 from support.gateway_site import wait_until
 from support.mock_worker import MockModel
 
 import rsrv
 from rsrv.core.errors import Code
+from rsrv.gateway.faces.services import NAMESPACE_SECONDS
 from rsrv.gateway.routing.table import NotReady
 from rsrv.protos import inference as pb
 
@@ -260,8 +263,8 @@ def test_the_namespace_is_the_same_when_all_workers_say_so_and_the_name_is_no_la
     assert front.counters.snapshot().statuses == {("IsSameIPCNamespace", "", "OK"): 1}
 
 
-@pytest.mark.parametrize("spoil", ["no", "error", "unimplemented", "garbage", "away"])
-def test_one_worker_that_does_not_say_so_is_enough_for_no(front, spoil):
+@pytest.mark.parametrize("spoil", ["no", "error", "unimplemented", "garbage"])
+def test_one_worker_that_answers_something_else_is_enough_for_no(front, spoil):
     mock = front.mocks[1]
     match spoil:
         case "no":
@@ -272,6 +275,37 @@ def test_one_worker_that_does_not_say_so_is_enough_for_no(front, spoil):
             mock.fail("IsSameIPCNamespace", Code.UNIMPLEMENTED)
         case "garbage":
             mock.answer("IsSameIPCNamespace", b"\xff")
+    assert not front.call("IsSameIPCNamespace", name="x").same
+
+
+@pytest.mark.parametrize("silence", ["away", "stopping", "hung", "not ready"])
+def test_a_worker_that_does_not_answer_has_no_say_about_the_namespace(front, silence):
+    mock, other = front.mocks
+    match silence:
         case "away":
             mock.close()
-    assert not front.call("IsSameIPCNamespace", name="x").same
+        case "stopping":
+            mock.fail("IsSameIPCNamespace", Code.UNAVAILABLE, reason="stopping")
+        case "hung":
+            mock.fail("IsSameIPCNamespace", Code.DEADLINE_EXCEEDED)
+        case "not ready":
+            front.fleet.probed(mock.url, False)
+    assert front.call("IsSameIPCNamespace", name="x").same
+    if silence == "not ready":
+        assert mock.count("IsSameIPCNamespace") == 0
+    other.close()
+    assert not front.call("IsSameIPCNamespace", name="x").same, "somebody has to say so"
+
+
+@pytest.mark.parametrize(("left", "most"), [(0.8, 0.4), (60.0, NAMESPACE_SECONDS), (None, NAMESPACE_SECONDS)])
+def test_a_hung_worker_does_not_use_up_the_time_of_who_asks_about_the_namespace(front, monkeypatch, left, most):
+    asked = []
+    monkeypatch.setattr(
+        "rsrv.gateway.faces.services.fan_out",
+        lambda workers, path, body, seconds, on_all: (asked.append(seconds), on_all({})),
+    )
+    deadline = 0 if left is None else time.monotonic_ns() + int(left * 1e9)
+    call = FakeCall(path="/inference.GRPCInferenceService/IsSameIPCNamespace", deadline_ns=deadline)
+    front.services.is_same_ipc_namespace(call)
+    assert not pb.IsSameIPCNamespaceResponse.FromString(call.message).same
+    assert 0 <= asked[0] <= most

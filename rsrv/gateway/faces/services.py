@@ -37,6 +37,8 @@ EXTENSIONS = ("system_shared_memory", "model_configuration", "statistics")
 
 WORKER_SECONDS = 5.0
 """How long one worker may take for one of these calls."""
+NAMESPACE_SECONDS = 2.0
+"""How long one may take to say whether it sees an object: clients wait with their first request, some for 3 s."""
 
 
 class GatewayServices:
@@ -161,21 +163,28 @@ class GatewayServices:
         self._ask_all(call, pb.ModelStatisticsResponse, sum_of_statistics)
 
     def is_same_ipc_namespace(self, call: Call) -> None:
-        """True when every worker says so: one that is away cannot, and none at all is no."""
+        """True when all workers say so that are ready and answer; nobody is no.
+
+        As with registrations, one that is away or hangs has no say: it is told of regions when it is back, and a
+        request for a region that it cannot open is an error that says so.
+        """
         parse(call, pb.IsSameIPCNamespaceRequest)
         answer = Answer(call, self._counters)
+        seconds = NAMESPACE_SECONDS
+        if call.deadline_ns:  # who gives less time gets an answer, too
+            seconds = min(seconds, max(0.0, (call.deadline_ns - time.monotonic_ns()) / 2e9))
 
         def answered(outcomes: Outcomes) -> None:
-            answers, failures = read(pb.IsSameIPCNamespaceResponse, outcomes)
+            present = {url: each for url, each in outcomes.items() if not (unanswered(each) or each.moves_on)}
+            answers, failures = read(pb.IsSameIPCNamespaceResponse, present)
             same = bool(answers) and not failures and all(each.same for each in answers.values())
             answer.message(pb.IsSameIPCNamespaceResponse(same=same))
 
-        fan_out(self._fleet.workers, call.path, call.body, WORKER_SECONDS, answered)
+        fan_out(self._present(), call.path, call.body, seconds, answered)
 
     def _ask_all(self, call: Call, response_class: Any, merge: Callable[[Mapping[str, Any]], Any]) -> None:
         """Ask the workers that are ready (all, when none is) and merge what those say that answer."""
         answer = Answer(call, self._counters)
-        workers = tuple(worker for worker in self._fleet.workers if worker.ready) or self._fleet.workers
 
         def answered(outcomes: Outcomes) -> None:
             answers, failures = read(response_class, outcomes)
@@ -188,7 +197,11 @@ class GatewayServices:
                     log.log(level, "rpc=%s worker=%s %s", call.path, self._fleet.name_of(url), text)
                 answer.answered_by(lambda: answer.message(merge(answers)))
 
-        fan_out(workers, call.path, call.body, WORKER_SECONDS, answered)
+        fan_out(self._present(), call.path, call.body, WORKER_SECONDS, answered)
+
+    def _present(self) -> Sequence[Worker]:
+        """The workers that are ready; all, when none is."""
+        return tuple(worker for worker in self._fleet.workers if worker.ready) or self._fleet.workers
 
     def _worst(self, call: Call, outcomes: Outcomes, failures: Mapping[str, str]) -> RsrvError:
         """Nobody gave an answer: that a model is unknown only holds if all say so."""
