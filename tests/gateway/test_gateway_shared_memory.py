@@ -222,7 +222,48 @@ def test_a_worker_that_does_not_answer_hears_of_the_region_when_it_is_back():
     assert desk.register("r").code is Code.OK
     b.outcome = lambda what, body: None
     desk.memory.welcome(b, lambda: None)
-    assert b.log == ["+r"]
+    assert b.log == ["-r", "+r"]
+
+
+def test_a_worker_that_cannot_open_what_replaced_a_region_has_nothing_of_that_name():
+    a, b = two()
+    desk = Desk(a, b)
+    desk.register("r", key="/old")
+    b.outcome = lambda what, body: AWAY
+    assert desk.register("r", key="/new").code is Code.OK
+    assert b.behind
+    b.outcome = lambda what, body: REFUSED if what == "Register" else None  # it is back, in another namespace
+    proceeded = []
+    desk.memory.welcome(b, lambda: proceeded.append(True))
+    assert (b.regions, proceeded, b.behind) == ({}, [True], False)
+    assert set(a.regions) == {"r"}
+
+
+def test_an_old_region_of_the_name_goes_also_when_the_worker_comes_back_while_it_is_replaced():
+    a, b = two()
+    desk = Desk(a, b)
+    desk.register("r", key="/old")
+    a.hold_calls, b.ready = True, False
+    call = desk.register("r", key="/new")
+    desk.memory.welcome(b, lambda: setattr(b, "ready", True))  # is told of what is valid still
+    b.outcome = lambda what, body: REFUSED if what == "Register" else None
+    a.answer()
+    assert call.code is Code.OK
+    assert (b.regions, b.behind) == ({}, False)
+
+
+def test_a_worker_is_behind_until_it_was_told_all_that_it_missed():
+    a, b = two()
+    desk = Desk(a, b)
+    desk.register("r")
+    b.outcome = lambda what, body: AWAY
+    desk.unregister("r")
+    told = []
+    assert desk.memory.replay(b, told.append)
+    assert (b.behind, told) == (True, [False])
+    b.outcome = lambda what, body: None
+    assert desk.memory.replay(b, told.append)
+    assert (b.behind, told, b.regions) == (False, [False, True], {})
 
 
 def test_a_worker_that_is_not_ready_is_not_waited_for():
@@ -409,7 +450,7 @@ def test_what_is_registered_while_a_worker_comes_back_is_told_to_it_as_well():
     assert desk.unregister("r").code is Code.OK
     b.hold_calls = False
     b.answer()
-    assert b.log == ["+r", "+r", "+s", "-r"]
+    assert b.log == ["+r", "+r", "-s", "+s", "-r"]
     assert (set(b.regions), order) == ({"s"}, ["proceed"])
 
 
@@ -421,7 +462,7 @@ def test_what_began_before_a_worker_came_and_ended_after_that_is_told_to_it():
     desk.memory.welcome(b, lambda: setattr(b, "ready", True))
     a.answer()
     assert call.code is Code.OK
-    assert b.log == ["+r"]
+    assert b.log == ["-r", "+r"]
 
 
 def test_a_replay_that_crosses_an_unregistration_does_not_bring_the_region_back():
@@ -461,7 +502,7 @@ def test_a_worker_that_became_ready_without_a_replay_is_told_what_was_under_way(
     desk.register("r")
     b.ready = True
     a.answer()
-    assert b.log == ["+r"]
+    assert b.log == ["-r", "+r"]
 
 
 def test_a_change_that_comes_while_a_worker_is_let_in_again_is_told_to_it():

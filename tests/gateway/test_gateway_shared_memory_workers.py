@@ -93,6 +93,42 @@ def test_a_worker_that_is_killed_does_not_keep_clients_from_registering(site):
     assert list(site.mocks[0].regions) == ["r"]
 
 
+def test_a_worker_that_missed_a_change_answers_no_request_for_shared_memory_before_it_was_told(site):
+    call, handler = register(site.memory)
+    call.serve(handler)
+    mock = site.mocks[0]
+    worker = site.fleet.get(mock.url)
+    mock.fail("SystemSharedMemoryRegister", Code.UNAVAILABLE, times=2)
+    again, handler = register(site.memory)  # as r, with something else in it
+    again.serve(handler)
+    assert worker.behind
+    site.mocks[1].fail("ModelInfer", Code.UNAVAILABLE)
+    assert site.post(request_body()).code is Code.OK, "others may use it"
+    told = mock.count("SystemSharedMemoryRegister")
+    refused = site.post(WITH_REGION)
+    assert (refused.code, worker.behind) == (Code.UNAVAILABLE, True)
+    assert mock.count("SystemSharedMemoryRegister") == told + 1, "it was tried"
+    assert site.post(WITH_REGION).code is Code.OK
+    assert (list(mock.regions), worker.behind) == (["r"], False)
+
+
+def test_a_worker_that_came_back_in_another_namespace_is_an_error_that_says_so(site):
+    call, handler = register(site.memory)
+    call.serve(handler)
+    for mock in site.mocks:
+        mock.regions.clear()
+        mock.fail("SystemSharedMemoryRegister", Code.INVALID_ARGUMENT, "cannot open /r", reason="invalid")
+        proceeded = []
+        site.memory.welcome(site.fleet.get(mock.url), lambda proceeded=proceeded: proceeded.append(True))
+        wait_until(lambda proceeded=proceeded: proceeded)
+    refused = site.post(WITH_REGION)
+    assert (refused.code, refused.reason) == (Code.FAILED_PRECONDITION, "shm_unregistered")
+    assert "unregistered shared memory region 'r'" in refused.error.message
+    again, handler = register(site.memory)  # what a client does then
+    assert again.serve(handler).reason == "invalid"
+    assert "cannot open /r" in again.error.message
+
+
 def test_tritonclient_sees_no_difference_to_a_single_worker():
     triton = pytest.importorskip("tritonclient.grpc")
     with ExitStack() as stack:

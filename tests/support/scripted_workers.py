@@ -34,6 +34,7 @@ class ScriptedWorker:
         self.name = f"worker-{url}"
         self.ready = ready
         self.draining = False
+        self.behind = False
         self.incarnation = incarnation
         self.outcome: Callable[[str, bytes], Outcome | None] = lambda what, body: None
         self.hold_calls = False

@@ -32,6 +32,7 @@ from rsrv.gateway.metrics.counters import UNKNOWN, GatewayCounters
 from rsrv.gateway.routing.log_limit import LogLimit
 from rsrv.gateway.workers.channels import GATEWAY_KEY, Metadata, forwarded
 from rsrv.gateway.workers.outcome import Outcome, WorkerFailed, status_name
+from rsrv.gateway.workers.worker import BEHIND
 
 if TYPE_CHECKING:
     from rsrv.gateway.discovery.refresh import Refresher
@@ -309,15 +310,15 @@ class _Request:
         return False
 
     def _is_stale(self, outcome: Outcome) -> bool:
-        """Whether a worker does not know a region that the gateway may know: it has started anew."""
-        if outcome.reason != UnregisteredRegion.reason or self._replayed:
+        """Whether a worker does not know a region that the gateway may know: it has started anew, or was away."""
+        if self._replayed or not (outcome is BEHIND or outcome.reason == UnregisteredRegion.reason):
             return False
         self._replayed = True
         return True
 
     def _again(self, worker: Worker, outcome: Outcome) -> None:
         """Ask the same worker once more, after its regions were registered again."""
-        if not self._proxy.retries.take():
+        if outcome.sent and not self._proxy.retries.take():
             self._give_up(outcome, worker.url, _NO_BUDGET)
         elif not self._ended:
             self._send(worker)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from rsrv.protos import inference as pb
@@ -66,12 +66,22 @@ class Regions:
         return len(gone)
 
     def misses(self, url: str, step: Step) -> None:
-        """A worker did not get the step. It hears of valid registrations anyhow when it catches up."""
+        """A worker did not get the step. It hears of valid registrations anyhow when it catches up.
+
+        Before that it is to forget the name, also when it was registered: it may have an older region of that name,
+        which stays when it cannot take the new one.
+        """
+        self._forgets(url, [step.name])
+
+    def breaks_off(self, url: str, steps: Iterable[Step]) -> None:
+        """What a worker was not told any more of what catches it up."""
+        self._forgets(url, [step.name for step in steps if not step.registers])
+
+    def _forgets(self, url: str, names: Iterable[str]) -> None:
         missed = self._missed.setdefault(url, set())
-        if not step.registers:
-            missed.add(step.name)
-            if len(missed) > MAX_MISSED:
-                self._missed[url] = {""}
+        missed.update(names)
+        if len(missed) > MAX_MISSED:
+            self._missed[url] = {""}
 
     @property
     def behind(self) -> int:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rsrv.gateway.faces.fanout import Done, unanswered
-from rsrv.gateway.shm.regions import Regions, Step
+from rsrv.gateway.shm.regions import Regions, Step, forget
 from rsrv.gateway.workers.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class Replays:
                     return False
             steps = self._regions.catch_up(url)
             if not steps and not needed:
+                worker.behind = False
                 return False
             replay = self._begin(worker, steps)
             replay.whole = True
@@ -102,11 +103,13 @@ class Replays:
 
     def tell(self, worker: Worker, step: Step) -> Replay | None:
         """Tell `worker` one step more. Under the lock; what it returns is to be `run` without it."""
+        # An older region of that name, which it may have, would stay there if it cannot take this one.
+        steps = [forget(step.name), step] if step.registers else [step]
         replay = self._running.get(worker.url)
         if replay is not None:
-            replay.steps.append(step)
+            replay.steps.extend(steps)
             return None
-        return self._begin(worker, [step])
+        return self._begin(worker, steps)
 
     def run(self, replay: Replay) -> None:
         """Begin a new replay."""
@@ -126,6 +129,7 @@ class Replays:
                 told, replay.told = ([], replay.told) if step else (replay.told, [])
                 if step is None and not told:
                     del self._running[replay.worker.url]
+                    replay.worker.behind = self._regions.is_behind(replay.worker.url)
                     self._ended(replay)
                     break
             if step is not None:
@@ -156,8 +160,7 @@ class Replays:
         else:
             with self._lock:
                 replay.lost = True
-                for left in (step, *replay.steps):
-                    self._regions.misses(replay.worker.url, left)
+                self._regions.breaks_off(replay.worker.url, (step, *replay.steps))
                 replay.steps.clear()
         self._advance(replay)
 

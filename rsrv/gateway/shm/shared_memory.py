@@ -253,6 +253,7 @@ class SharedMemory:
                     begun.append(self._replays.tell(worker, step))
                 elif url not in taken:
                     self._regions.misses(url, step)
+                    worker.behind = True
             self._regions.keep({worker.url for worker in workers})
         for replay in begun:
             if replay is not None:

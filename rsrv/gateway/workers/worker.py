@@ -28,6 +28,9 @@ _HUNG = Outcome(Code.UNAVAILABLE, text="it does not answer any more, not even wh
 _HANGS = replace(_HUNG, sent=False)
 _AWAY = Outcome(Code.UNAVAILABLE, text="its connection broke", sent=False)
 _CLOSED = Outcome(Code.UNAVAILABLE, text="its connection was closed", sent=False)
+BEHIND = Outcome(Code.UNAVAILABLE, text="it has missed changes of shared memory, and is told of them first", sent=False)
+"""The end of a call that uses shared memory of which the worker is to be told."""
+_REGION = b"shared_memory_region"
 _AWAY_NS = 1_000_000_000
 """For so long after a call was lost, what waits for a slot goes elsewhere instead of being lost call by call."""
 
@@ -42,6 +45,8 @@ class Worker:
         ready: what the last probe found; written by `Fleet.probed`.
         draining: takes no new work; written by `Fleet`.
         incarnation: changes when the worker starts anew; "" until it has told.
+        behind: it has missed changes of shared memory, so that a name may mean something else there than to clients;
+            written by `SharedMemory`. Requests that use such memory are not sent meanwhile.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class Worker:
         self.ready = False
         self.draining = False
         self.incarnation = ""
+        self.behind = False
         self.discipline = ""
         self._settings = settings
         self._streams = streams
@@ -279,6 +285,10 @@ class Attempt:
         if self._concluded.locked() or left <= 0:
             self._unsent()
             self.conclude(_LATE)
+            return False
+        if self._worker.behind and _REGION in self._body:  # which may find too much, and is seldom asked
+            self._unsent()
+            self.conclude(BEHIND)
             return False
         self._sent_ns = now
         try:
