@@ -39,6 +39,7 @@ _BY_REASON: dict[str, type[RsrvError]] = {
         errors.HeldFull,
         errors.Removing,
         errors.NoWorkers,
+        errors.GatewayLoop,
         errors.NameTaken,
         errors.IncarnationChanged,
         errors.ExpectedMismatch,

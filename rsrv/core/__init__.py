@@ -19,6 +19,7 @@ _ERRORS = (
     "ExpectedMismatch",
     "ExportError",
     "ForeignOrigin",
+    "GatewayLoop",
     "HeldFull",
     "HookError",
     "HookRejected",

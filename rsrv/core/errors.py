@@ -288,6 +288,12 @@ class NoWorkers(RsrvError):
     code, reason = Code.UNAVAILABLE, "no_workers"
 
 
+class GatewayLoop(RsrvError):
+    """A call has come back to a gateway that it had passed: gateways list each other, or themselves, as workers."""
+
+    code, reason = Code.UNAVAILABLE, "gateway_loop"
+
+
 class NameTaken(RsrvError):
     code, reason = Code.ALREADY_EXISTS, "name_taken"
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 
 from rsrv.core.config.gateway import GatewayConfig
-from rsrv.core.errors import NoWorkers, RsrvError, ServerStopping, WrongState
+from rsrv.core.errors import NoWorkers, RsrvError, ServerStopping
 from rsrv.gateway.admin.compaction import SERVICE as CONTROL_SERVICE
 from rsrv.gateway.admin.compaction import CompactionCalls
 from rsrv.gateway.admin.scheduling_control import SERVICE as GATEWAY_SERVICE
@@ -39,8 +38,9 @@ from rsrv.gateway.scheduling.simple import LeastOutstanding, RoundRobin
 from rsrv.gateway.shm.shared_memory import SharedMemory
 from rsrv.gateway.timers import Timers
 from rsrv.gateway.workers.attendance import Attendance
-from rsrv.gateway.workers.channels import GATEWAY_KEY, ChannelSettings
+from rsrv.gateway.workers.channels import ChannelSettings
 from rsrv.gateway.workers.fleet import Endpoint, Fleet
+from rsrv.gateway.workers.hops import GATEWAY_KEY, Hops
 from rsrv.gateway.workers.poll import Poll
 from rsrv.gateway.workers.worker import Worker
 from rsrv.rpc import health
@@ -101,8 +101,8 @@ class RunningGateway:
     def _make(self) -> None:
         config, timeout = self.config, float(self.config.worker_client.request_timeout_seconds)
         self.counters = GatewayCounters()
-        self._identity = secrets.token_hex(8)
-        self._settings = ChannelSettings(config.grpc.max_send_msg_bytes, config.grpc.max_recv_msg_bytes, self._identity)
+        self._hops = Hops()
+        self._settings = ChannelSettings(config.grpc.max_send_msg_bytes, config.grpc.max_recv_msg_bytes, self._hops)
         self.fleet = Fleet(self._connect)
         self.router = Router(self.mode, Standing(config.outliers, time.monotonic))
         self.retries = RetryBudget(config.retries, time.monotonic)
@@ -146,6 +146,7 @@ class RunningGateway:
             timeout_ns=int(timeout * 1e9),
             hedge_ns=int((config.retries.hedge_after_seconds or 0.0) * 1e9),
             spreads=not isinstance(self.mode, LptPacking),
+            hops=self._hops,
             on_lost=self.prober.suspect,
         )
         if isinstance(self.mode, LptPacking):
@@ -188,30 +189,27 @@ class RunningGateway:
         state = self._state
         keep = (lambda knobs: state.save_knobs(knobs, self._configured)) if state is not None else None
         scheduling = SchedulingControl(self.router, self.fleet, self.timers, gate, keep=keep)
-        asked_by_itself = {
+        asks_workers = {
             **self.services.routes(),
             **self.shared_memory.routes(),
             **self.compaction.routes(),
         }
         return {
-            **{path: Route(self._not_by_itself(route.handler), route.kind) for path, route in asked_by_itself.items()},
-            # Nothing goes there by itself: a worker that answers no question has no models.
+            **{path: Route(self._in_no_circle(route.handler), route.kind) for path, route in asks_workers.items()},
             f"/{SERVICE}/ModelInfer": Route(self.proxy.handle),
             **scheduling.routes(),
             **WorkersControl(self.membership, self.fleet, self.router, gate).routes(),
             **reflection_routes([SERVICE, health.SERVICE, CONTROL_SERVICE, GATEWAY_SERVICE]),
         }
 
-    def _not_by_itself(self, handler: Callable[[Call], None]) -> Callable[[Call], None]:
-        """`handler`, but for the gateway's own calls: each would become further ones, of which each does again."""
+    def _in_no_circle(self, handler: Callable[[Call], None]) -> Callable[[Call], None]:
+        """`handler`, but not for calls that were here before: each would become further ones, of which each does
+        again."""
 
         def handle(call: Call) -> None:
-            if call.metadata.get(GATEWAY_KEY) == self._identity:
-                raise WrongState(
-                    "this gateway is listed as a worker of itself",
-                    reason="own_worker",
-                    hint="take its own address out of endpoints, or of where else workers are listed",
-                )
+            passed = call.metadata.get(GATEWAY_KEY)
+            if passed is not None:
+                self._hops.after(passed)  # raises GatewayLoop
             handler(call)
 
         return handle

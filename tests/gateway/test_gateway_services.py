@@ -302,7 +302,7 @@ def test_a_hung_worker_does_not_use_up_the_time_of_who_asks_about_the_namespace(
     asked = []
     monkeypatch.setattr(
         "rsrv.gateway.faces.services.fan_out",
-        lambda workers, path, body, seconds, on_all: (asked.append(seconds), on_all({})),
+        lambda workers, path, body, seconds, on_all, passed: (asked.append(seconds), on_all({})),
     )
     deadline = 0 if left is None else time.monotonic_ns() + int(left * 1e9)
     call = FakeCall(path="/inference.GRPCInferenceService/IsSameIPCNamespace", deadline_ns=deadline)

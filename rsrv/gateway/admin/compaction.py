@@ -11,6 +11,7 @@ from rsrv.core.errors import NoWorkers, Shed, Unimplemented
 from rsrv.gateway.faces.answer import Answer
 from rsrv.gateway.faces.fanout import Outcomes, gather
 from rsrv.gateway.faces.unions import read
+from rsrv.gateway.workers.hops import Metadata, passed_by
 from rsrv.gateway.workers.outcome import Outcome
 from rsrv.protos import control as pb
 from rsrv.rpc.routes import Route, Routes
@@ -68,7 +69,8 @@ class CompactionCalls:
                 self._open -= 1
             answer.answered_by(lambda: answer.message(self._total(outcomes)))
 
-        gather(workers, lambda worker, done: self._call(worker, body, done), all_done)
+        passed = passed_by(call.metadata)
+        gather(workers, lambda worker, done: self._call(worker, body, done, passed), all_done)
 
     def after_repack(self, models: Mapping[str, Sequence[str]]) -> None:
         """Worker's address → the models to load again there. Returns at once; may be called under the router's lock.
@@ -103,13 +105,13 @@ class CompactionCalls:
 
         return done
 
-    def _call(self, worker: Worker, body: bytes, done: Done) -> None:
+    def _call(self, worker: Worker, body: bytes, done: Done, metadata: Metadata = ()) -> None:
         def ended(outcome: Outcome) -> None:
             if self._fleet.get(worker.url) is worker:
                 self._counters.worker_call("CompactMemory", worker.url, outcome.seconds)
             done(outcome)
 
-        worker.call(PATH, body, timeout=self._timeout, done=ended)
+        worker.call(PATH, body, timeout=self._timeout, metadata=metadata, done=ended)
 
     def _total(self, outcomes: Outcomes) -> pb.CompactMemoryResponse:
         """The sums over the workers that did it. Raises NoWorkers when nobody did."""

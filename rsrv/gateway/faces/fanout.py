@@ -11,6 +11,7 @@ from rsrv.core.errors import Code
 from rsrv.gateway.workers.outcome import Outcome
 
 if TYPE_CHECKING:
+    from rsrv.gateway.workers.hops import Metadata
     from rsrv.gateway.workers.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -22,10 +23,15 @@ Done = Callable[[Outcome], None]
 
 
 def fan_out(
-    workers: Sequence[Worker], path: str, body: bytes, timeout: float, on_all: Callable[[Outcomes], None]
+    workers: Sequence[Worker],
+    path: str,
+    body: bytes,
+    timeout: float,
+    on_all: Callable[[Outcomes], None],
+    metadata: Metadata = (),
 ) -> None:
     """Call `path` of every worker with the same bytes; `timeout` is in seconds, for each. See `gather`."""
-    gather(workers, lambda worker, done: worker.call(path, body, timeout=timeout, done=done), on_all)
+    gather(workers, lambda worker, done: worker.call(path, body, timeout=timeout, metadata=metadata, done=done), on_all)
 
 
 def gather(

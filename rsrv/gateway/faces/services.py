@@ -13,7 +13,8 @@ from rsrv.core.errors import Code, DeadlineExceeded, NoWorkers, RsrvError, Unkno
 from rsrv.gateway.faces.answer import Answer
 from rsrv.gateway.faces.fanout import Outcomes, fan_out, unanswered
 from rsrv.gateway.faces.unions import read, sum_of_statistics, union_of_indexes
-from rsrv.gateway.workers.channels import Metadata, forwarded
+from rsrv.gateway.workers.channels import forwarded
+from rsrv.gateway.workers.hops import Metadata, passed_by
 from rsrv.gateway.workers.outcome import Outcome, WorkerFailed
 from rsrv.protos import inference as pb
 from rsrv.rpc.health import HealthService
@@ -180,7 +181,7 @@ class GatewayServices:
             same = bool(answers) and not failures and all(each.same for each in answers.values())
             answer.message(pb.IsSameIPCNamespaceResponse(same=same))
 
-        fan_out(self._present(), call.path, call.body, seconds, answered)
+        fan_out(self._present(), call.path, call.body, seconds, answered, passed_by(call.metadata))
 
     def _ask_all(self, call: Call, response_class: Any, merge: Callable[[Mapping[str, Any]], Any]) -> None:
         """Ask the workers that are ready (all, when none is) and merge what those say that answer."""
@@ -197,7 +198,7 @@ class GatewayServices:
                     log.log(level, "rpc=%s worker=%s %s", call.path, self._fleet.name_of(url), text)
                 answer.answered_by(lambda: answer.message(merge(answers)))
 
-        fan_out(self._present(), call.path, call.body, WORKER_SECONDS, answered)
+        fan_out(self._present(), call.path, call.body, WORKER_SECONDS, answered, passed_by(call.metadata))
 
     def _present(self) -> Sequence[Worker]:
         """The workers that are ready; all, when none is."""
@@ -225,7 +226,7 @@ class _Forward:
         self.answer = answer
         self._call = call
         self._deadline_ns = deadline_ns
-        self._metadata: Metadata = forwarded(call.metadata, ())
+        self._metadata: Metadata = forwarded(call.metadata, passed_by(call.metadata))
         self._workers: Sequence[Worker] = ()
         self._next = 0
         self._lock = threading.Lock()

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-import rsrv
 from rsrv.core.errors import (
     FAILOVER_METADATA_KEY,
     Cancelled,
     Code,
     DeadlineExceeded,
+    GatewayLoop,
     InvalidRequest,
     ModelFailed,
     ModelPreparing,
@@ -30,7 +30,8 @@ from rsrv.core.errors import (
 from rsrv.core.wire.peek import peek, timeout_parameter_ns, writes_shared_memory
 from rsrv.gateway.metrics.counters import UNKNOWN, GatewayCounters
 from rsrv.gateway.routing.log_limit import LogLimit
-from rsrv.gateway.workers.channels import GATEWAY_KEY, Metadata, forwarded
+from rsrv.gateway.workers.channels import forwarded
+from rsrv.gateway.workers.hops import GATEWAY_KEY, Hops, Metadata
 from rsrv.gateway.workers.outcome import Outcome, WorkerFailed, status_name
 from rsrv.gateway.workers.worker import BEHIND
 
@@ -72,6 +73,7 @@ class Proxy:
     timeout_ns: int
     hedge_ns: int = 0
     spreads: bool = False
+    hops: Hops = field(default_factory=Hops)
     log_limit: LogLimit = field(default_factory=LogLimit)
     on_lost: Callable[[str], object] = lambda url: None
     """Told the address of a worker that could not be reached."""
@@ -84,20 +86,27 @@ class Proxy:
             if not found.model:
                 raise InvalidRequest("the request names no model (model_name is empty)")
             known = self.router.table.knows(found.model)
+            passed = call.metadata.get(GATEWAY_KEY)
+            hop = self.hops.own if passed is None else self.hops.after(passed)
             # All that may find fault with the request comes before it is admitted: what enters has to leave.
-            request = _Request(self, call, found.model, found.id, known, started)
+            request = _Request(self, call, found.model, found.id, known, started, hop)
         except InvalidRequest:
-            self.counters.finished(RPC, "", "InvalidArgument", (time.monotonic_ns() - started) / 1e9)
+            self._refused("", "InvalidArgument", started)
+            raise
+        except GatewayLoop:
+            self._refused(found.model if known else UNKNOWN, "Unavailable", started)
             raise
         try:
             self.admission.enter()
         except Shed:
-            label = found.model if known else UNKNOWN
-            self.counters.finished(RPC, label, "ResourceExhausted", (time.monotonic_ns() - started) / 1e9)
+            self._refused(found.model if known else UNKNOWN, "ResourceExhausted", started)
             raise
         self.retries.request()
         call.on_cancel(request.cancelled)
         request.begin()
+
+    def _refused(self, model: str, status: str, started: int) -> None:
+        self.counters.finished(RPC, model, status, (time.monotonic_ns() - started) / 1e9)
 
 
 class _Request:
@@ -122,14 +131,16 @@ class _Request:
         "_started",
     )
 
-    def __init__(self, proxy: Proxy, call: Call, model: str, request_id: str, known: bool, started: int) -> None:
+    def __init__(
+        self, proxy: Proxy, call: Call, model: str, request_id: str, known: bool, started: int, hop: Metadata
+    ) -> None:
         self._proxy = proxy
         self._call = call
         self._model = model
         self._id = request_id
         self._started = started
         self._deadline_ns = _deadline(call, started, proxy.timeout_ns)
-        self._metadata: Metadata = forwarded(call.metadata, _SELF)
+        self._metadata: Metadata = forwarded(call.metadata, hop)
         self._lock = Lock()
         self._ended = False
         self._known = known
@@ -393,7 +404,6 @@ _MODEL_FULL = ("queue_full", "held_full")
 _WORKERS_FAULT = frozenset({Code.UNAVAILABLE, Code.INTERNAL, Code.UNKNOWN, Code.DATA_LOSS, Code.DEADLINE_EXCEEDED})
 _FAILOVER: Metadata = ((FAILOVER_METADATA_KEY, "1"),)
 """Tells a worker that another one is there, so that it refuses what would have to wait."""
-_SELF: Metadata = ((GATEWAY_KEY, f"rsrv/{rsrv.__version__}"),)
 
 
 def _deadline(call: Call, now: int, timeout_ns: int) -> int:

@@ -21,6 +21,7 @@ from rsrv.gateway.faces.fanout import Done, Outcomes, fan_out, gather, unanswere
 from rsrv.gateway.shm.regions import SERVICE, Regions, Step, forget
 from rsrv.gateway.shm.replays import STEP_SECONDS, Replays
 from rsrv.gateway.shm.turns import Turn, Turns
+from rsrv.gateway.workers.hops import Metadata, passed_by
 from rsrv.gateway.workers.outcome import Outcome, WorkerFailed
 from rsrv.protos import inference as pb
 from rsrv.rpc.routes import Route, Routes
@@ -61,6 +62,11 @@ class _Operation:
     targets: tuple[Worker, ...] = ()
     unsure: set[str] = field(default_factory=set)
     ended: bool = False
+
+    @property
+    def passed(self) -> Metadata:
+        """The gateways that the call has passed, as workers are told."""
+        return passed_by(self.answer.call.metadata)
 
 
 class SharedMemory:
@@ -189,7 +195,8 @@ class SharedMemory:
         return True
 
     def _send(self, operation: _Operation, then: Callable[[_Operation, Outcomes], None]) -> None:
-        gather(operation.targets, partial(self._tell, operation.step, self._timeout), self._continued(operation, then))
+        tell = partial(self._tell, operation.step, self._timeout, metadata=operation.passed)
+        gather(operation.targets, tell, self._continued(operation, then))
 
     def _registered(self, operation: _Operation, outcomes: Outcomes) -> None:
         done = [worker for worker in operation.targets if outcomes[worker.url].ok]
@@ -214,7 +221,9 @@ class SharedMemory:
             self._settle(operation, undo, spared | _taken(undoings))
             self._conclude(operation, error)
 
-        gather(done, partial(self._tell, undo, STEP_SECONDS), self._continued(operation, undone))
+        gather(
+            done, partial(self._tell, undo, STEP_SECONDS, metadata=operation.passed), self._continued(operation, undone)
+        )
 
     def _unregistered(self, operation: _Operation, outcomes: Outcomes) -> None:
         if operation.targets and not any(outcome.ok for outcome in outcomes.values()):
@@ -306,11 +315,12 @@ class SharedMemory:
                 )
             self._send(operation, self._registered)
 
-        fan_out(workers, f"{SERVICE}SystemSharedMemoryStatus", b"", STATUS_SECONDS, self._continued(operation, swept))
+        path, then = f"{SERVICE}SystemSharedMemoryStatus", self._continued(operation, swept)
+        fan_out(workers, path, b"", STATUS_SECONDS, then, operation.passed)
 
     # --- small parts --------------------------------------------------------------------------------------------------
 
-    def _tell(self, step: Step, timeout: float, worker: Worker, done: Done) -> None:
+    def _tell(self, step: Step, timeout: float, worker: Worker, done: Done, metadata: Metadata = ()) -> None:
         """One call with the worker's gate closed."""
 
         def ended(outcome: Outcome) -> None:
@@ -320,7 +330,7 @@ class SharedMemory:
             done(outcome)
 
         worker.hold()
-        worker.call(step.path, step.body, timeout=timeout, done=ended)
+        worker.call(step.path, step.body, timeout=timeout, metadata=metadata, done=ended)
 
     def _replay_begins(self, url: str) -> None:
         for operation in self._open:

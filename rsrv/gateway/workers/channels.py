@@ -8,20 +8,16 @@ import re
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
 from rsrv.core.errors import FAILOVER_METADATA_KEY, Code
+from rsrv.gateway.workers.hops import GATEWAY_KEY, Hops, Metadata
 from rsrv.gateway.workers.outcome import Outcome
 
 log = logging.getLogger(__name__)
-
-Metadata = tuple[tuple[str, str | bytes], ...]
-
-GATEWAY_KEY = "x-rsrv-gateway"
-"""Metadata by which a worker sees that a gateway calls."""
 
 _WINDOW_BYTES = 32 << 20
 
@@ -32,8 +28,8 @@ class ChannelSettings:
 
     max_send_bytes: int
     max_recv_bytes: int
-    identity: str = ""
-    """Of the gateway: by it a gateway knows its own calls, should somebody list it as a worker of itself."""
+    hops: Hops = field(default_factory=Hops)
+    """The mark of the gateway."""
 
     def open(self, target: str) -> grpc.Channel:
         """A channel with a connection of its own."""
@@ -62,7 +58,7 @@ class Stubs:
 
     def __init__(self, settings: ChannelSettings, target: str) -> None:
         self._channel = settings.open(target)
-        self._own: Metadata = ((GATEWAY_KEY, settings.identity),) if settings.identity else ()
+        self._hops = settings.hops
         self._methods: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
 
     def start(
@@ -70,13 +66,14 @@ class Stubs:
     ) -> grpc.Future[bytes]:
         """Send `body`; with `wait` also when there is no connection yet, as soon as there is one.
 
-        Raises ValueError when the channel was closed meanwhile, or when no thread can be started for its callbacks.
+        `metadata` of ModelInfer says itself which gateways the call has passed. Raises ValueError when the channel was
+        closed meanwhile, or when no thread can be started for its callbacks.
         """
         method = self._methods.get(path)
         if method is None:
             method = self._methods.setdefault(path, self._channel.unary_unary(path, None, None))
-        if not path.endswith("/ModelInfer"):  # which says that a gateway calls by itself
-            metadata = (*metadata, *self._own)
+        if not path.endswith("/ModelInfer"):
+            metadata = self._hops.signed(metadata)
         try:
             future: grpc.Future[bytes] = method.future(body, timeout=timeout, metadata=metadata, wait_for_ready=wait)
         except RuntimeError as error:
@@ -86,7 +83,7 @@ class Stubs:
 
     def watch(self, path: str, body: bytes) -> Any:
         """The answers of a server stream: an iterator that can be cancelled. Raises ValueError when closed."""
-        return self._channel.unary_stream(path, None, None)(body, metadata=self._own)
+        return self._channel.unary_stream(path, None, None)(body, metadata=self._hops.own)
 
     def close(self) -> None:
         """Returns at once and may be called from a call's own callback; calls that are open end as cancelled.

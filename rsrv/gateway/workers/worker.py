@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rsrv.core.errors import Code, InvalidRequest
 from rsrv.core.wire.peek import writes_shared_memory
-from rsrv.gateway.workers.channels import ChannelSettings, Metadata, Stubs, outcome_of
+from rsrv.gateway.workers.channels import ChannelSettings, Stubs, outcome_of
+from rsrv.gateway.workers.hops import Metadata
 from rsrv.gateway.workers.outcome import Outcome
 
 if TYPE_CHECKING:
