@@ -32,7 +32,7 @@ from rsrv.gateway.routing.retries import RetryBudget
 from rsrv.gateway.routing.router import Router
 from rsrv.gateway.routing.standing import Standing
 from rsrv.gateway.scheduling.knobs import Knobs
-from rsrv.gateway.scheduling.modes import Mode
+from rsrv.gateway.scheduling.modes import Mode, log_notes
 from rsrv.gateway.scheduling.packing import LptPacking
 from rsrv.gateway.scheduling.simple import LeastOutstanding, RoundRobin
 from rsrv.gateway.shm.shared_memory import SharedMemory
@@ -89,6 +89,7 @@ class RunningGateway:
         self._sources = sources_of(config)
         self._configured = Knobs.from_config(config.scheduling)
         self.mode = self._make_mode()
+        self._packing = self.mode if isinstance(self.mode, LptPacking) else None
         self.timers = Timers()
         try:
             self._make()
@@ -145,13 +146,13 @@ class RunningGateway:
             timers=self.timers,
             timeout_ns=int(timeout * 1e9),
             hedge_ns=int((config.retries.hedge_after_seconds or 0.0) * 1e9),
-            spreads=not isinstance(self.mode, LptPacking),
+            spreads=self.mode.spreads,
             hops=self._hops,
             on_lost=self.prober.suspect,
         )
-        if isinstance(self.mode, LptPacking):
-            self.mode.wake = self.prober.wake
-            self.mode.compact = self.compaction.after_repack
+        if self._packing is not None:
+            self._packing.wake = self.prober.wake
+            self._packing.compact = self.compaction.after_repack
         scrape = WorkerScrape(
             lambda: self.fleet.workers,
             total_seconds=config.scrape.total_seconds,
@@ -243,11 +244,11 @@ class RunningGateway:
         for text in self.config.warnings:
             log.warning("%s", text)
         self.membership.start()
-        reported = self._wait(round_seconds) if isinstance(self.mode, LptPacking) else None
+        reported = self._wait(round_seconds) if self._packing is not None else None
         self._look_once()
         self._require_running()
-        if isinstance(self.mode, LptPacking) and reported is not None:
-            self._place(self.mode, reported)
+        if self._packing is not None and reported is not None:
+            self._place(self._packing, reported)
         if isinstance(self.mode, RoundRobin):
             log.info("mode=%s", self.mode.name)
         else:
@@ -298,8 +299,7 @@ class RunningGateway:
         with self.router.lock:
             mode.start(reported.polled, reported, time.monotonic())
             notes = mode.take_notes()
-        for level, text in notes:
-            log.log(level, "%s", text)
+        log_notes(log, notes)
 
     def _listen(self) -> None:
         where, listen, limits = self.config.listen.grpc_address, self.config.listen, self.config.grpc

@@ -114,7 +114,7 @@ class SchedulingControl:
     def status(self, request: pb.GetSchedulingStatusRequest) -> pb.GetSchedulingStatusResponse:
         with self._router.lock:
             mode = self._router.mode
-            status = mode.status() if isinstance(mode, LptPacking) else None
+            status = mode.status()
         if status is None:
             return pb.GetSchedulingStatusResponse(mode=mode.name)
         draining = frozenset(worker.url for worker in self._fleet.workers if worker.draining)

@@ -16,6 +16,7 @@ from rsrv.core.errors import InvalidResponse
 from rsrv.gateway.discovery.scan import Answer, answer_of, timed_out
 from rsrv.gateway.discovery.survey import INDEX, PROBE_SECONDS, READY, STATUS, Survey
 from rsrv.gateway.discovery.wedge import WedgeRule
+from rsrv.gateway.scheduling.modes import Note, log_notes
 from rsrv.gateway.workers.outcome import Outcome
 from rsrv.gateway.workers.poll import Poll, WorkerReport
 
@@ -278,7 +279,7 @@ class Prober:
     def _tick(self) -> None:
         """Give the mode what was found; without any ready worker, or any report that it needs, it stays as it is."""
         mode = self._router.mode
-        notes: Iterable[tuple[int, str]] = ()
+        notes: Iterable[Note] = ()
         try:
             with self._router.lock:
                 # Read under the lock: whoever leaves is forgotten by the mode afterwards, or is not in it.
@@ -290,8 +291,7 @@ class Prober:
                 notes = mode.take_notes()
         except Exception:
             log.exception("the scheduling mode %s failed in its tick and goes on as it was", mode.name)
-        for level, text in notes:
-            log.log(level, "%s", text)
+        log_notes(log, notes)
 
 
 @dataclass(slots=True)

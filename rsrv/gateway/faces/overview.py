@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import rsrv
-from rsrv.gateway.scheduling.packing import LptPacking
 
 if TYPE_CHECKING:
     from rsrv.gateway.metrics.counters import GatewayCounters
@@ -32,7 +31,7 @@ def overview(
     with router.lock:
         table, mode = router.table, router.mode
         work = mode.inflight_work()
-        status = mode.status() if isinstance(mode, LptPacking) else None
+        status = mode.status()
         ejected = {worker.url for worker in fleet.workers if router.standing.is_ejected(worker.url)}
     counted = counters.snapshot()
     loads = {} if work is None else work[1]

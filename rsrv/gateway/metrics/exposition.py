@@ -11,7 +11,6 @@ import rsrv
 from rsrv.gateway.metrics.counters import BOUNDS, UNKNOWN, CountersSnapshot, GatewayCounters, Histogram
 from rsrv.gateway.metrics.merge import merge, read
 from rsrv.gateway.metrics.series import PREFIX, SERIES
-from rsrv.gateway.scheduling.packing import LptPacking
 from rsrv.rpc.exposition import Exposition, HistogramValue, Sample, histogram
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class GatewayMetrics:
         with self._router.lock:
             table, mode = self._router.table, self._router.mode
             work = mode.inflight_work()
-            status = mode.status() if isinstance(mode, LptPacking) else None
+            status = mode.status()
             ejected = {url for url in names if self._router.standing.is_ejected(url)}
         known = {*table.models, *table.missing, *((row.name for row in status.models) if status is not None else ())}
         self._forget(counted, names, known)

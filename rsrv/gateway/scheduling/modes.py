@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rsrv.gateway.workers.poll import Poll
+
+if TYPE_CHECKING:
+    from rsrv.gateway.scheduling.reports import PackingStatus
+
+
+Note = tuple[int, str]
+"""A level of `logging`, and a text."""
 
 
 class Choice(NamedTuple):
@@ -25,6 +33,8 @@ class Mode(Protocol):
     """round_robin, least_outstanding or lpt_packing."""
     needs_poll: bool
     """Whether `tick` wants the workers' reports."""
+    spreads: bool
+    """Whether it spreads each model over all its workers, so that one that is full is no sign that all of them are."""
 
     def record_arrival(self, model: str) -> None:
         """A request for a known model has come in, whatever becomes of it."""
@@ -46,11 +56,20 @@ class Mode(Protocol):
         """One round of the prober: the workers that are ready, sorted, and what they report (empty without
         `needs_poll`). `now` is monotonic seconds."""
 
-    def take_notes(self) -> list[tuple[int, str]]:
-        """What is to be logged since the last call, as (level, text); the caller does it without the lock."""
+    def take_notes(self) -> list[Note]:
+        """What is to be logged since the last call; the caller does it without the lock, with `log_notes`."""
 
     def forget(self, url: str) -> None:
         """The worker has left the fleet for good."""
 
     def inflight_work(self) -> tuple[str, Mapping[str, float]] | None:
         """(work basis, worker → what is in flight there), as it is compared when choosing; None when nothing is."""
+
+    def status(self) -> PackingStatus | None:
+        """The placement and what it was made of; None for a mode that places nothing."""
+
+
+def log_notes(log: logging.Logger, notes: Iterable[Note]) -> None:
+    """What `take_notes` gave."""
+    for level, text in notes:
+        log.log(level, "%s", text)

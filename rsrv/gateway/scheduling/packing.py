@@ -14,7 +14,7 @@ from rsrv.gateway.scheduling.fill import UNPLANNED, FillPlan, fill_plans
 from rsrv.gateway.scheduling.knobs import Knobs, ModelOverride
 from rsrv.gateway.scheduling.load import work
 from rsrv.gateway.scheduling.members import Members
-from rsrv.gateway.scheduling.modes import Choice
+from rsrv.gateway.scheduling.modes import Choice, Note
 from rsrv.gateway.scheduling.repack import Plan, drift_warnings, plan, preconditions, retired_labels
 from rsrv.gateway.scheduling.replicas import ReplicaRouting, Reservation
 from rsrv.gateway.scheduling.reports import PackingStatus, RepackReport, TickReport, Trigger
@@ -40,6 +40,7 @@ class LptPacking:
 
     name = "lpt_packing"
     needs_poll = True
+    spreads = False
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class LptPacking:
         self._repack: RepackReport | None = None
         self._budgets: Mapping[str, int] = {}
         self._listed: Collection[str] = ()
-        self._notes: list[tuple[int, str]] = []
+        self._notes: list[Note] = []
 
     # --- the prober and the control plane -----------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class LptPacking:
         self.wake()
         return self.requested
 
-    def take_notes(self) -> list[tuple[int, str]]:
+    def take_notes(self) -> list[Note]:
         """(level of `logging`, text) of what has happened since the last call, to be logged without the lock."""
         notes, self._notes = self._notes, []
         return notes

@@ -8,7 +8,7 @@ from typing import Any
 from rsrv.gateway.scheduling.costs import CostCache
 from rsrv.gateway.scheduling.ewma import DEFAULT_HALFLIFE
 from rsrv.gateway.scheduling.load import Load, Loads, unknown_basis, work
-from rsrv.gateway.scheduling.modes import Choice
+from rsrv.gateway.scheduling.modes import Choice, Note
 from rsrv.gateway.scheduling.names import WORK_BASES
 from rsrv.gateway.workers.poll import Poll
 
@@ -24,6 +24,7 @@ class RoundRobin:
 
     name = "round_robin"
     needs_poll = False
+    spreads = True
 
     def record_arrival(self, model: str) -> None:
         """Nothing to do."""
@@ -43,7 +44,7 @@ class RoundRobin:
     def tick(self, ready: Sequence[str], poll: Poll, now: float) -> None:
         """Nothing to do."""
 
-    def take_notes(self) -> list[tuple[int, str]]:
+    def take_notes(self) -> list[Note]:
         return []
 
     def forget(self, url: str) -> None:
@@ -51,6 +52,9 @@ class RoundRobin:
 
     def inflight_work(self) -> tuple[str, Mapping[str, float]] | None:
         return None
+
+    def status(self) -> None:
+        """It places nothing."""
 
 
 class _Charged:
@@ -70,6 +74,7 @@ class LeastOutstanding:
     """
 
     name = "least_outstanding"
+    spreads = True
 
     def __init__(self, basis: str = "compute", *, halflife: float = DEFAULT_HALFLIFE) -> None:
         if basis not in WORK_BASES:
@@ -115,7 +120,7 @@ class LeastOutstanding:
         if self.needs_poll:
             self._costs.update(poll, self._halflife, now)
 
-    def take_notes(self) -> list[tuple[int, str]]:
+    def take_notes(self) -> list[Note]:
         return []
 
     def forget(self, url: str) -> None:
@@ -125,3 +130,6 @@ class LeastOutstanding:
     def inflight_work(self) -> tuple[str, Mapping[str, float]] | None:
         loads = self._loads.snapshot(self.basis)
         return (self.basis, loads) if loads else None
+
+    def status(self) -> None:
+        """It places nothing."""
