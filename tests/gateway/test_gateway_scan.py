@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support.stub_worker import index_of
 
 from rsrv.core.errors import Code, InvalidResponse
-from rsrv.gateway.discovery.scan import KEPT_ROUNDS, Listing, answer_of, fold, read_listing, route
+from rsrv.gateway.discovery.scan import KEPT_ROUNDS, Listing, fold, presence_of, read_listing, route
 from rsrv.gateway.routing.table import NotReady
 from rsrv.gateway.workers.outcome import Outcome
 from rsrv.protos import inference as pb
@@ -27,7 +27,7 @@ from rsrv.protos import inference as pb
     ],
 )
 def test_what_a_probe_says_of_a_worker(outcome, answer):
-    assert answer_of(outcome) == answer
+    assert presence_of(outcome) == answer
 
 
 def test_a_listing_keeps_the_names_of_models_that_are_not_served_and_why():

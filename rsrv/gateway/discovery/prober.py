@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rsrv.core.errors import InvalidResponse
-from rsrv.gateway.discovery.scan import Answer, answer_of, timed_out
+from rsrv.gateway.discovery.scan import Presence, presence_of, timed_out
 from rsrv.gateway.discovery.survey import INDEX, PROBE_SECONDS, READY, STATUS, Survey
 from rsrv.gateway.discovery.wedge import WedgeRule
 from rsrv.gateway.scheduling.modes import Note, log_notes
@@ -151,7 +151,7 @@ class Prober:
         probes = self._ask(seen.workers.values(), READY)
         over = probes.wait(PATIENCE_SECONDS)
         while True:
-            fresh = {url: answer_of(outcome) for url, outcome in probes.outcomes.copy().items()}
+            fresh = {url: presence_of(outcome) for url, outcome in probes.outcomes.copy().items()}
             self._take_up({url: answer for url, answer in fresh.items() if url not in seen.answers}, seen)
             if over or self._stopping.is_set():
                 break
@@ -160,7 +160,7 @@ class Prober:
             return False
         return self._conclude(seen)
 
-    def _take_up(self, answers: Mapping[str, Answer], seen: _Round) -> None:
+    def _take_up(self, answers: Mapping[str, Presence], seen: _Round) -> None:
         """Go on with the workers that have answered: what do they serve, and what did it cost?"""
         seen.answers.update(answers)
         present = [seen.workers[url] for url, answer in answers.items() if answer in ("ready", "unready")]
@@ -221,7 +221,7 @@ class Prober:
         before, worker.incarnation = worker.incarnation, report.incarnation or worker.incarnation
         return bool(before) and before != worker.incarnation
 
-    def _judge(self, worker: Worker, answer: Answer, restarted: bool) -> None:
+    def _judge(self, worker: Worker, answer: Presence, restarted: bool) -> None:
         if answer in ("silent", "refused"):
             with self._lock:
                 given_up = self._returning.pop(worker.url, None)
@@ -302,7 +302,7 @@ class _Round:
     """
 
     workers: dict[str, Worker]
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, Presence] = field(default_factory=dict)
     reports: dict[str, WorkerReport] = field(default_factory=dict)
     heard: set[str] = field(default_factory=set)
     hung: set[str] = field(default_factory=set)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from rsrv.core.errors import InvalidResponse
-from rsrv.gateway.discovery.scan import Answer, Listing, fold, read_listing, route
+from rsrv.gateway.discovery.scan import Listing, Presence, fold, read_listing, route
 from rsrv.gateway.discovery.survey import INDEX, PROBE_SECONDS, Survey
 from rsrv.gateway.workers.outcome import Outcome
 
@@ -117,7 +117,7 @@ class Refresher:
             self._install()
         return frozenset(listings)
 
-    def end_round(self, answers: Mapping[str, Answer], heard: frozenset[str]) -> None:
+    def end_round(self, answers: Mapping[str, Presence], heard: frozenset[str]) -> None:
         """What every worker said in a round to ServerReady, and who listed its models in it."""
         with self._lock:
             fresh = {url: self._listings[url] for url in heard if url in self._listings}

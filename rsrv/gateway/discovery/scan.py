@@ -20,7 +20,7 @@ from rsrv.protos import inference as pb
 KEPT_ROUNDS = 3
 """Rounds for which a worker that does not list its models keeps the routes that it had (spec gateway-node 1.9.1)."""
 
-Answer = Literal["ready", "unready", "silent", "refused"]
+Presence = Literal["ready", "unready", "silent", "refused"]
 """What came of ServerReady: yes, any other answer of a server, nothing in time, nobody is there."""
 
 PREPARING, FAILED = "preparing", "failed"
@@ -54,7 +54,7 @@ class Listing:
         )
 
 
-def answer_of(outcome: Outcome) -> Answer:
+def presence_of(outcome: Outcome) -> Presence:
     """What the end of a ServerReady call says about the worker."""
     if outcome.ok:
         try:
@@ -93,7 +93,7 @@ def read_listing(body: bytes) -> Listing:
 
 
 def fold(
-    previous: Mapping[str, Listing], heard: Mapping[str, Listing], answers: Mapping[str, Answer]
+    previous: Mapping[str, Listing], heard: Mapping[str, Listing], answers: Mapping[str, Presence]
 ) -> dict[str, Listing]:
     """The listings after a round, by worker.
 

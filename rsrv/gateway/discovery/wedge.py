@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from rsrv.gateway.discovery.scan import Answer
+from rsrv.gateway.discovery.scan import Presence
 
 REBUILT_ROUNDS = 2
 """Silent rounds before which no process ends: after the first one every channel is built anew, and has to be tried."""
@@ -22,7 +22,7 @@ class WedgeRule:
         self.rounds = 0
         self.ever_responsive = False
 
-    def round(self, answers: Collection[Answer], inflight: int) -> bool:
+    def round(self, answers: Collection[Presence], inflight: int) -> bool:
         """Count a round; `inflight` = ModelInfer calls at workers. True when the process should end.
 
         `exit_rounds` 0 switches the rule off. An empty fleet is not wedged.
