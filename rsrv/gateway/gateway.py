@@ -10,9 +10,7 @@ from functools import partial
 
 from rsrv.core.config.gateway import GatewayConfig
 from rsrv.core.errors import NoWorkers, RsrvError, ServerStopping
-from rsrv.gateway.admin.compaction import SERVICE as CONTROL_SERVICE
 from rsrv.gateway.admin.compaction import CompactionCalls
-from rsrv.gateway.admin.scheduling_control import SERVICE as GATEWAY_SERVICE
 from rsrv.gateway.admin.scheduling_control import ControlGate, SchedulingControl
 from rsrv.gateway.admin.state import StateFile
 from rsrv.gateway.admin.workers_control import WorkersControl
@@ -22,7 +20,8 @@ from rsrv.gateway.discovery.refresh import Refresher
 from rsrv.gateway.discovery.startup import ROUND_SECONDS, wait_for_workers
 from rsrv.gateway.faces.http import http_routes
 from rsrv.gateway.faces.overview import overview
-from rsrv.gateway.faces.services import SERVICE, GatewayServices
+from rsrv.gateway.faces.services import GatewayServices
+from rsrv.gateway.methods import CONTROL, GATEWAY_CONTROL, INFER, INFERENCE
 from rsrv.gateway.metrics.counters import GatewayCounters
 from rsrv.gateway.metrics.exposition import GatewayMetrics
 from rsrv.gateway.metrics.scrape import WorkerScrape
@@ -197,10 +196,10 @@ class RunningGateway:
         }
         return {
             **{path: Route(self._in_no_circle(route.handler), route.kind) for path, route in asks_workers.items()},
-            f"/{SERVICE}/ModelInfer": Route(self.proxy.handle),
+            INFER: Route(self.proxy.handle),
             **scheduling.routes(),
             **WorkersControl(self.membership, self.fleet, self.router, gate).routes(),
-            **reflection_routes([SERVICE, health.SERVICE, CONTROL_SERVICE, GATEWAY_SERVICE]),
+            **reflection_routes([INFERENCE, health.SERVICE, CONTROL, GATEWAY_CONTROL]),
         }
 
     def _in_no_circle(self, handler: Callable[[Call], None]) -> Callable[[Call], None]:

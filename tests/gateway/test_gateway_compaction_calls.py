@@ -6,7 +6,8 @@ from support.gateway_front import SECONDS, Front, refusal
 from support.gateway_site import wait_until
 
 from rsrv.core.errors import Code
-from rsrv.gateway.admin.compaction import MAX_OPEN, PATH
+from rsrv.gateway.admin.compaction import MAX_OPEN
+from rsrv.gateway.methods import COMPACT
 from rsrv.protos import control as pb
 
 
@@ -49,7 +50,7 @@ def test_some_that_fail_are_a_warning_and_all_that_fail_unavailable(front, caplo
 def test_only_so_many_calls_of_operators_are_open_at_a_time(front):
     for mock in front.mocks:
         mock.hang("CompactMemory")
-    method = front.channel.unary_unary(PATH, None, None)
+    method = front.channel.unary_unary(COMPACT, None, None)
     calls = [method.future(b"", timeout=SECONDS) for _ in range(MAX_OPEN)]
     for mock in front.mocks:
         for _ in calls:

@@ -11,7 +11,7 @@ from support.stub_worker import index_of
 
 from rsrv.core.errors import Code
 from rsrv.gateway.discovery.membership import Membership
-from rsrv.gateway.discovery.survey import INDEX, STATUS
+from rsrv.gateway.methods import INDEX, STATUS
 
 HANGS = 0.3
 """Deadline of a question that a worker does not answer."""

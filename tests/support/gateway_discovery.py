@@ -8,7 +8,7 @@ from support.stub_worker import StubWorker, index_of
 
 from rsrv.gateway.discovery.prober import Prober
 from rsrv.gateway.discovery.refresh import Refresher
-from rsrv.gateway.discovery.survey import INDEX, READY, STATUS
+from rsrv.gateway.methods import INDEX, READY, STATUS
 from rsrv.gateway.metrics.counters import GatewayCounters
 from rsrv.gateway.routing.table import RoutingTable
 from rsrv.gateway.timers import Timers

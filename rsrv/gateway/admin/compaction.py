@@ -11,6 +11,7 @@ from rsrv.core.errors import NoWorkers, Shed, Unimplemented
 from rsrv.gateway.faces.answer import Answer
 from rsrv.gateway.faces.fanout import Outcomes, gather
 from rsrv.gateway.faces.unions import read
+from rsrv.gateway.methods import COMPACT, CONTROL, path
 from rsrv.gateway.workers.hops import Metadata, passed_by
 from rsrv.gateway.workers.outcome import Outcome
 from rsrv.protos import control as pb
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SERVICE = "reactant_control.ControlService"
-PATH = f"/{SERVICE}/CompactMemory"
 LEAST_SECONDS = 300.0
 MAX_OPEN = 4
 """Operators' calls at a time. Each may take minutes, and holds a thread of the engine."""
@@ -51,8 +50,8 @@ class CompactionCalls:
 
     def routes(self) -> Routes:
         """All of ControlService, of which a gateway answers only this method."""
-        others = {f"/{SERVICE}/{name}": Route(self._refuse) for name in _WORKERS_ONLY}
-        return {PATH: Route(self.handle), **others}
+        others = {path(CONTROL, name): Route(self._refuse) for name in _WORKERS_ONLY}
+        return {COMPACT: Route(self.handle), **others}
 
     def handle(self, call: Call) -> None:
         """An operator's call: every worker that is ready does it, with the same models. Raises Shed."""
@@ -111,7 +110,7 @@ class CompactionCalls:
                 self._counters.worker_call("CompactMemory", worker.url, outcome.seconds)
             done(outcome)
 
-        worker.call(PATH, body, timeout=self._timeout, metadata=metadata, done=ended)
+        worker.call(COMPACT, body, timeout=self._timeout, metadata=metadata, done=ended)
 
     def _total(self, outcomes: Outcomes) -> pb.CompactMemoryResponse:
         """The sums over the workers that did it. Raises NoWorkers when nobody did."""

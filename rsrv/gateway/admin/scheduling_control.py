@@ -24,6 +24,7 @@ from rsrv.gateway.admin.rules import (
     policy_warnings,
     require_model_name,
 )
+from rsrv.gateway.methods import GATEWAY_CONTROL, path
 from rsrv.gateway.scheduling.packing import LptPacking
 from rsrv.protos import control as pb
 from rsrv.rpc.call import reply
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SERVICE = "reactant_control.GatewayControlService"
 
 MAX_WAIT_SECONDS = 120.0
 POLL_SECONDS = 0.05
@@ -107,7 +107,7 @@ class SchedulingControl:
             "SetModelPlacement": unary(pb.SetModelPlacementRequest, guarded(self.set_placement)),
             "Repack": self.repack,
         }
-        return {f"/{SERVICE}/{name}": Route(handler, "unary") for name, handler in methods.items()}
+        return {path(GATEWAY_CONTROL, name): Route(handler, "unary") for name, handler in methods.items()}
 
     # --- methods ----------------------------------------------------------------------------------------------------
 

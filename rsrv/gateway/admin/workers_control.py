@@ -6,7 +6,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from rsrv.gateway.admin.messages import worker_message
-from rsrv.gateway.admin.scheduling_control import SERVICE, ControlGate
+from rsrv.gateway.admin.scheduling_control import ControlGate
+from rsrv.gateway.methods import GATEWAY_CONTROL, path
 from rsrv.protos import control as pb
 from rsrv.rpc.routes import Route, Routes
 from rsrv.rpc.unary import unary
@@ -37,7 +38,7 @@ class WorkersControl:
             "DrainWorker": unary(pb.DrainWorkerRequest, guarded(self.drain)),
             "UndrainWorker": unary(pb.UndrainWorkerRequest, guarded(self.undrain)),
         }
-        return {f"/{SERVICE}/{name}": Route(handler, "unary") for name, handler in methods.items()}
+        return {path(GATEWAY_CONTROL, name): Route(handler, "unary") for name, handler in methods.items()}
 
     def list_workers(self, request: pb.ListWorkersRequest) -> pb.ListWorkersResponse:
         table = self._router.table

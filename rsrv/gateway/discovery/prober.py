@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from rsrv.core.errors import InvalidResponse
 from rsrv.gateway.discovery.scan import Presence, presence_of, timed_out
-from rsrv.gateway.discovery.survey import INDEX, PROBE_SECONDS, READY, STATUS, Survey
+from rsrv.gateway.discovery.survey import PROBE_SECONDS, Survey
 from rsrv.gateway.discovery.wedge import WedgeRule
+from rsrv.gateway.methods import INDEX, READY, STATUS
 from rsrv.gateway.scheduling.modes import Note, log_notes
 from rsrv.gateway.workers.outcome import Outcome
 from rsrv.gateway.workers.poll import Poll, WorkerReport

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from rsrv.core.errors import InvalidResponse
 from rsrv.gateway.discovery.scan import Listing, Presence, fold, read_listing, route
-from rsrv.gateway.discovery.survey import INDEX, PROBE_SECONDS, Survey
+from rsrv.gateway.discovery.survey import PROBE_SECONDS, Survey
+from rsrv.gateway.methods import INDEX
 from rsrv.gateway.workers.outcome import Outcome
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from rsrv.core.errors import InvalidResponse, NoWorkers, ServerStopping
 from rsrv.gateway.discovery.scan import timed_out
-from rsrv.gateway.discovery.survey import PROBE_SECONDS, STATUS, Survey
+from rsrv.gateway.discovery.survey import PROBE_SECONDS, Survey
+from rsrv.gateway.methods import STATUS
 from rsrv.gateway.workers.outcome import Outcome
 from rsrv.gateway.workers.poll import Poll, WorkerReport
 

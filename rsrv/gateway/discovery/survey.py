@@ -20,10 +20,6 @@ PROBE_SECONDS = 5.0
 WATCHDOG = 1.6
 """The watchdog ends a question after this many deadlines (8 s): a client stack that is stuck keeps no deadline."""
 
-READY = "/inference.GRPCInferenceService/ServerReady"
-INDEX = "/inference.GRPCInferenceService/RepositoryIndex"
-STATUS = "/reactant_control.ControlService/ModelControlStatus"
-
 _GIVEN_UP = Outcome(Code.CANCELLED, text="no answer, and no end of the call either")
 
 log = logging.getLogger(__name__)

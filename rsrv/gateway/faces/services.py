@@ -13,6 +13,7 @@ from rsrv.core.errors import Code, DeadlineExceeded, NoWorkers, RsrvError, Unkno
 from rsrv.gateway.faces.answer import Answer
 from rsrv.gateway.faces.fanout import Outcomes, fan_out, unanswered
 from rsrv.gateway.faces.unions import read, sum_of_statistics, union_of_indexes
+from rsrv.gateway.methods import INFERENCE, path
 from rsrv.gateway.workers.channels import forwarded
 from rsrv.gateway.workers.hops import Metadata, passed_by
 from rsrv.gateway.workers.outcome import Outcome, WorkerFailed
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SERVICE = "inference.GRPCInferenceService"
 VERSIONS = ("", "1")
 EXTENSIONS = ("system_shared_memory", "model_configuration", "statistics")
 """Of the names in docs/protocol.md those that a gateway has: models are loaded, and weights moved, at a worker."""
@@ -89,7 +89,7 @@ class GatewayServices:
             ),
         }
         return {
-            **{f"/{SERVICE}/{name}": Route(handler) for name, handler in handlers.items()},
+            **{path(INFERENCE, name): Route(handler) for name, handler in handlers.items()},
             **self.health.routes(),
         }
 
@@ -97,7 +97,7 @@ class GatewayServices:
 
     def is_serving(self, service: str) -> bool | None:
         """The answer of ``grpc.health.v1``: "" and the service are the gateway, other names models; None = unknown."""
-        if service in ("", SERVICE):
+        if service in ("", INFERENCE):
             return self._ready()
         table = self._router.table
         return bool(table.urls(service)) if table.knows(service) else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from rsrv.gateway.methods import REGISTER, UNREGISTER
 from rsrv.protos import inference as pb
 
-SERVICE = "/inference.GRPCInferenceService/"
 MAX_MISSED = 1024
 """Names that one worker is to forget; when there are more, it is to forget all and to hear of the valid ones again."""
 
@@ -22,7 +22,7 @@ class Step:
 
     @property
     def path(self) -> str:
-        return f"{SERVICE}SystemSharedMemory{'R' if self.registers else 'Unr'}egister"
+        return REGISTER if self.registers else UNREGISTER
 
 
 def forget(name: str) -> Step:

@@ -18,7 +18,8 @@ from google.protobuf.message import DecodeError
 from rsrv.core.errors import Code, InvalidRequest, NoWorkers, RegionLimit, RegistrationFailed, RsrvError
 from rsrv.gateway.faces.answer import Answer
 from rsrv.gateway.faces.fanout import Done, Outcomes, fan_out, gather, unanswered
-from rsrv.gateway.shm.regions import SERVICE, Regions, Step, forget
+from rsrv.gateway.methods import LIVE, REGIONS, REGISTER, UNREGISTER
+from rsrv.gateway.shm.regions import Regions, Step, forget
 from rsrv.gateway.shm.replays import STEP_SECONDS, Replays
 from rsrv.gateway.shm.turns import Turn, Turns
 from rsrv.gateway.workers.hops import Metadata, passed_by
@@ -103,9 +104,9 @@ class SharedMemory:
 
     def routes(self) -> Routes:
         return {
-            f"{SERVICE}SystemSharedMemoryStatus": Route(unary(pb.SystemSharedMemoryStatusRequest, self.status)),
-            f"{SERVICE}SystemSharedMemoryRegister": Route(self.register),
-            f"{SERVICE}SystemSharedMemoryUnregister": Route(self.unregister),
+            REGIONS: Route(unary(pb.SystemSharedMemoryStatusRequest, self.status)),
+            REGISTER: Route(self.register),
+            UNREGISTER: Route(self.unregister),
         }
 
     # --- for clients ----------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ class SharedMemory:
         def greeted(_: Outcome) -> None:
             self._replays.tell_all(worker, lambda _: proceed())
 
-        worker.call(f"{SERVICE}ServerLive", b"", timeout=STEP_SECONDS, wait=True, done=greeted)
+        worker.call(LIVE, b"", timeout=STEP_SECONDS, wait=True, done=greeted)
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -315,8 +316,7 @@ class SharedMemory:
                 )
             self._send(operation, self._registered)
 
-        path, then = f"{SERVICE}SystemSharedMemoryStatus", self._continued(operation, swept)
-        fan_out(workers, path, b"", STATUS_SECONDS, then, operation.passed)
+        fan_out(workers, REGIONS, b"", STATUS_SECONDS, self._continued(operation, swept), operation.passed)
 
     # --- small parts --------------------------------------------------------------------------------------------------
 

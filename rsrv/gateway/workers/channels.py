@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from rsrv.core.errors import FAILOVER_METADATA_KEY, Code
+from rsrv.gateway.methods import INFER
 from rsrv.gateway.workers.hops import GATEWAY_KEY, Hops, Metadata
 from rsrv.gateway.workers.outcome import Outcome
 
@@ -72,7 +73,7 @@ class Stubs:
         method = self._methods.get(path)
         if method is None:
             method = self._methods.setdefault(path, self._channel.unary_unary(path, None, None))
-        if not path.endswith("/ModelInfer"):
+        if path != INFER:
             metadata = self._hops.signed(metadata)
         try:
             future: grpc.Future[bytes] = method.future(body, timeout=timeout, metadata=metadata, wait_for_ready=wait)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rsrv.core.errors import Code, InvalidRequest
 from rsrv.core.wire.peek import writes_shared_memory
+from rsrv.gateway.methods import INFER
 from rsrv.gateway.workers.channels import ChannelSettings, Stubs, outcome_of
 from rsrv.gateway.workers.hops import Metadata
 from rsrv.gateway.workers.outcome import Outcome
@@ -18,8 +19,6 @@ from rsrv.gateway.workers.outcome import Outcome
 if TYPE_CHECKING:
     from rsrv.gateway.metrics.counters import GatewayCounters
     from rsrv.gateway.timers import Timer, Timers
-
-INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 Done = Callable[[Outcome], None]
 
