@@ -54,7 +54,7 @@ def test_a_request_that_was_here_before_is_refused_and_any_other_goes_on(make_si
     assert site.status_counts() == {("ModelInfer", "m", "OK"): 1, ("ModelInfer", "m", "Unavailable"): 1}
 
 
-def test_two_gateways_that_list_each_other_answer_for_each_others_workers_and_nothing_goes_round():
+def test_two_gateways_that_list_each_other_answer_for_each_others_workers_and_nothing_goes_round(caplog):
     with ExitStack() as stack:
         workers = [stack.enter_context(MockWorker([name, "both"])) for name in ("one", "two")]
         gateways, channels = [], []
@@ -87,3 +87,8 @@ def test_two_gateways_that_list_each_other_answer_for_each_others_workers_and_no
 
         channels[0].unary_unary(INFER + "SystemSharedMemoryUnregister")(b"", timeout=20)  # a call that all are to take
         assert [worker.count("SystemSharedMemoryUnregister") for worker in workers] == [1, 1]
+
+        own = f"127.0.0.1:{gateways[0].grpc_port}"
+        gateways[0].membership.add(own)
+        said = f"worker={own} does not say that it is ready: UNAVAILABLE gateway_loop the call has been at this gateway"
+        wait_until(lambda: said in caplog.text)

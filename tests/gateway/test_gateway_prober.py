@@ -12,6 +12,7 @@ from support.stub_worker import index_of
 from rsrv.core.errors import Code
 from rsrv.gateway.discovery.membership import Membership
 from rsrv.gateway.methods import INDEX, STATUS
+from rsrv.gateway.workers.outcome import Outcome
 
 HANGS = 0.3
 """Deadline of a question that a worker does not answer."""
@@ -224,6 +225,35 @@ def test_garbage_from_a_worker_ends_no_round(stack, caplog):
     assert scene.ready() == [mock.url, fine.url]
     assert scene.prober.poll.polled == (fine.url,)
     assert caplog.text.count("ModelControlStatus") == 1
+
+
+def test_why_a_worker_gives_no_answer_is_said_once(stack, caplog):
+    scene = Scene(stack, stubs=True)
+    [worker] = scene.join("typo:1")
+    refused = Outcome(Code.UNAVAILABLE, text="DNS resolution failed for typo:1")
+    worker.on_probe = lambda probe: probe.done(refused)
+    scene.prober.round()
+    scene.prober.round()
+    assert caplog.text.count("worker=typo:1 does not say that it is ready: UNAVAILABLE DNS resolution failed") == 1
+    worker.on_probe = answers_of(index_of("m"))
+    scene.prober.round()
+    worker.on_probe = lambda probe: probe.fail(Code.UNAVAILABLE, "gateway_loop")
+    scene.prober.round()
+    assert caplog.text.count("does not say that it is ready: UNAVAILABLE gateway_loop") == 1
+    assert scene.prober._told.keys() == {"typo:1"}
+    scene.fleet.remove("typo:1")
+    scene.prober.round()
+    assert scene.prober._told == {}
+
+
+def test_addresses_of_one_server_are_told_of_once(stack, caplog):
+    mock = stack.enter_context(MockWorker())
+    scene = Scene(stack)
+    port = mock.url.rpartition(":")[2]
+    scene.join(mock.url, f"localhost:{port}")
+    wait_until(lambda: scene.prober.round() or len(scene.prober.poll.workers) == 2)
+    scene.prober.round()
+    assert caplog.text.count(f"listed under several addresses: {mock.url}, localhost:{port}") == 1
 
 
 def test_what_was_said_about_workers_that_have_left_is_forgotten(stack):

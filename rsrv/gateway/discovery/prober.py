@@ -36,6 +36,9 @@ GATHER_SECONDS = 0.05
 SUSPICION_SECONDS = 1.0
 """Lost calls start at most one round in this time."""
 
+_SHOWN_TEXT = 300
+"""Characters in the log of what a worker says, or the transport about it."""
+
 Proceed = Callable[[], None]
 
 log = logging.getLogger(__name__)
@@ -83,6 +86,8 @@ class Prober:
         self.rounds = 0
         self._ended = float("-inf")
         self._garbled: set[str] = set()
+        self._told: dict[str, str] = {}
+        self._twins: set[tuple[str, ...]] = set()
         self._lock = threading.Lock()
         self._returning: dict[str, _Return] = {}
         self._members: list[tuple[Worker, bool]] = []
@@ -146,14 +151,17 @@ class Prober:
         """
         seen = _Round({worker.url: worker for worker in self._fleet.workers})
         self._garbled &= seen.workers.keys()
+        self._told = {url: text for url, text in self._told.items() if url in seen.workers}
         with self._lock:
             self._under_way = []
             self._returning = {url: one for url, one in self._returning.items() if seen.workers.get(url) is one.worker}
         probes = self._ask(seen.workers.values(), READY)
         over = probes.wait(PATIENCE_SECONDS)
         while True:
-            fresh = {url: presence_of(outcome) for url, outcome in probes.outcomes.copy().items()}
-            self._take_up({url: answer for url, answer in fresh.items() if url not in seen.answers}, seen)
+            fresh = {url: each for url, each in probes.outcomes.copy().items() if url not in seen.answers}
+            self._take_up({url: presence_of(outcome) for url, outcome in fresh.items()}, seen)
+            for url, outcome in fresh.items():
+                self._tell(seen.workers[url], outcome)
             if over or self._stopping.is_set():
                 break
             over = probes.wait()
@@ -187,6 +195,7 @@ class Prober:
             seen.workers[url].rebuild()
         self._refresher.end_round(seen.answers, frozenset(seen.heard))
         self.poll = Poll(seen.reports)
+        self._look_for_twins()
         inflight = sum(worker.inflight + worker.waiting for worker in seen.workers.values())
         wedged = self._wedge.round(seen.answers.values(), inflight)
         if wedged:
@@ -202,6 +211,30 @@ class Prober:
         if self._stopping.is_set():
             survey.give_up()
         return survey
+
+    # --- what operators should know ---------------------------------------------------------------------------------
+
+    def _tell(self, worker: Worker, outcome: Outcome) -> None:
+        """Say once why a worker gives no answer: a name with a typo is never looked up, and looks like one that is
+        about to start."""
+        if outcome.ok:
+            self._told.pop(worker.url, None)
+            return
+        why = f"{outcome.code.name} {outcome.reason}".strip()
+        if self._told.get(worker.url) != why and not self._stopping.is_set():
+            self._told[worker.url] = why
+            log.warning("worker=%s does not say that it is ready: %s %s", worker.name, why, outcome.text[:_SHOWN_TEXT])
+
+    def _look_for_twins(self) -> None:
+        """Say once of addresses that lead to the same server: it gets twice its share, and is drained only half."""
+        by_server: dict[str, list[str]] = {}
+        for url, report in self.poll.workers.items():
+            if report.incarnation:
+                by_server.setdefault(report.incarnation, []).append(url)
+        twins = {tuple(sorted(urls)) for urls in by_server.values() if len(urls) > 1}
+        for urls in sorted(twins - self._twins):
+            log.warning("these workers are one server that is listed under several addresses: %s", ", ".join(urls))
+        self._twins = twins
 
     # --- single workers ---------------------------------------------------------------------------------------------
 
