@@ -14,6 +14,7 @@ from rsrv.gateway.timers import Timers
 from rsrv.gateway.workers.attendance import Attendance
 from rsrv.gateway.workers.channels import ChannelSettings
 from rsrv.gateway.workers.fleet import Endpoint, Fleet
+from rsrv.gateway.workers.health_watch import HealthWatch
 from rsrv.gateway.workers.worker import Worker
 
 A, B = "127.0.0.1:1", "127.0.0.1:2"
@@ -68,6 +69,23 @@ def test_a_worker_that_joins_those_that_serve_starts_slowly(house):
     avoided = [B in standing.avoid("m") for _ in range(20)]
     assert avoided.count(False) == 2  # a tenth of the requests at its first moment
     assert not any(A in standing.avoid("m") for _ in range(20))
+
+
+def test_a_worker_whose_health_flaps_starts_few_rounds():
+    now, told = [0.0], []
+
+    class Flapping:
+        name = "flapping"
+
+        def watch(self, path, body):
+            return iter([b"\x08\x01", b"\x08\x02"] * 100)
+
+    watch = HealthWatch(Flapping(), lambda: told.append(now[0]), lambda: now[0])
+    watch._listen()
+    assert len(told) == 8
+    now[0] = 5.0
+    watch._listen()
+    assert told[8:] == [5.0] * 8
 
 
 def test_each_member_is_watched_and_another_one_at_its_address_anew(house):

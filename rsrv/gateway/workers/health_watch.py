@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +23,26 @@ _FIRST_SECONDS, _LAST_SECONDS = 0.25, 5.0
 _WITHOUT_SECONDS = 60.0
 """How soon a server without that service is asked again."""
 
+_MANY, _MANY_SECONDS = 8, 5.0
+"""So many changes in that time are told of. One whose health changes more often, or who hangs up on every watch, would
+keep the gateway looking at all workers; it is seen in the rounds that come anyway."""
+
 log = logging.getLogger(__name__)
 
 
 class HealthWatch:
-    """One thread for one worker. `changed` is called when something happened to it, and must be quick."""
+    """One thread for one worker. `changed` is called when something happened to it, and must be quick.
 
-    def __init__(self, worker: Worker, changed: Callable[[], object]) -> None:
+    `clock` gives monotonic seconds.
+    """
+
+    def __init__(
+        self, worker: Worker, changed: Callable[[], object], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._worker = worker
         self._changed = changed
+        self._clock = clock
+        self._told: deque[float] = deque(maxlen=_MANY)
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._call: Any = None
@@ -56,9 +69,15 @@ class HealthWatch:
                 return
             if heard:
                 pause = _FIRST_SECONDS
-                self._changed()  # the stream was there and broke: the worker stops, or is gone
+                self._tell()  # the stream was there and broke: the worker stops, or is gone
             self._closed.wait(_WITHOUT_SECONDS if without else pause)
             pause = min(pause * 2, _LAST_SECONDS)
+
+    def _tell(self) -> None:
+        now = self._clock()
+        if len(self._told) < _MANY or now - self._told[0] >= _MANY_SECONDS:
+            self._told.append(now)
+            self._changed()
 
     def _listen(self) -> tuple[bool, bool]:
         """Until the stream ends: whether anything was heard, and whether the worker has no such service."""
@@ -74,7 +93,7 @@ class HealthWatch:
                 heard = True
                 if message != last:  # somebody who repeats himself starts no round
                     last = message
-                    self._changed()
+                    self._tell()
         except ValueError:  # the channel was closed, to be built anew or because the worker left
             pass
         except grpc.RpcError as error:
