@@ -456,6 +456,12 @@ def test_what_is_no_address_is_refused_with_the_text(text):
     assert repr(text) in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["http://h:1", "grpc://h", "http://[::1]:1/"])
+def test_a_url_is_told_from_an_address(text):
+    with pytest.raises(ValueError, match=r"wanted host:port, without (http|grpc)://"):
+        parse_host_port(text)
+
+
 def test_port_0_is_for_listeners():
     assert parse_host_port("h:0", any_port=True) == ("h", 0)
 

@@ -28,6 +28,8 @@ def parse_host_port(text: str, *, any_port: bool = False) -> HostPort:
     host, colon, port = text.strip().rpartition(":")
     lowest = 0 if any_port else 1
     text = _shortened(text)
+    if "://" in text:
+        raise ValueError(f"{text!r} is not accepted; wanted host:port, without {text.partition('://')[0]}://")
     if not colon or not host:
         raise ValueError(f"{text!r} is not accepted; wanted host:port")
     if not re.fullmatch(r"[0-9]{1,5}", port) or not lowest <= int(port) <= 65535:
