@@ -221,8 +221,10 @@ class Prober:
             self._told.pop(worker.url, None)
             return
         why = f"{outcome.code.name} {outcome.reason}".strip()
-        if self._told.get(worker.url) != why and not self._stopping.is_set():
-            self._told[worker.url] = why
+        # One that is away times out in one round, and in the next its connection does.
+        kind = "away" if presence_of(outcome) in ("silent", "refused") else why
+        if self._told.get(worker.url) != kind and not self._stopping.is_set():
+            self._told[worker.url] = kind
             log.warning("worker=%s does not say that it is ready: %s %s", worker.name, why, outcome.text[:_SHOWN_TEXT])
 
     def _look_for_twins(self) -> None:
