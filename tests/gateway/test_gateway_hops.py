@@ -80,6 +80,13 @@ def test_two_gateways_that_list_each_other_answer_for_each_others_workers_and_no
         for channel in channels:
             for model in ("one", "two", *["both"] * 6):
                 assert infer(channel, model) == model
+
+        own = f"127.0.0.1:{gateways[0].grpc_port}"
+        gateways[0].membership.add(own)
+        said = f"worker={own} does not say that it is ready: UNAVAILABLE gateway_loop the call has been at this gateway"
+        wait_until(lambda: said in caplog.text)
+        for gateway in gateways:
+            gateway.prober.stop()  # which asks for the index, too
         seen = sum(worker.count("RepositoryIndex") for worker in workers)
         body = channels[0].unary_unary(INFER + "RepositoryIndex")(b"", timeout=20)
         assert {row.name for row in pb.RepositoryIndexResponse.FromString(body).models} == {"one", "two", "both"}
@@ -87,8 +94,3 @@ def test_two_gateways_that_list_each_other_answer_for_each_others_workers_and_no
 
         channels[0].unary_unary(INFER + "SystemSharedMemoryUnregister")(b"", timeout=20)  # a call that all are to take
         assert [worker.count("SystemSharedMemoryUnregister") for worker in workers] == [1, 1]
-
-        own = f"127.0.0.1:{gateways[0].grpc_port}"
-        gateways[0].membership.add(own)
-        said = f"worker={own} does not say that it is ready: UNAVAILABLE gateway_loop the call has been at this gateway"
-        wait_until(lambda: said in caplog.text)
