@@ -203,7 +203,7 @@ class KServeModel:
         `outputs` names the wanted ones and their order; None means all. The arrays are read-only and stay valid and
         unchanged for as long as they are kept. The request is sent again as `retry` says, within `deadline`. Raises the
         `RsrvError` that the server answered with, `ServerUnreachable` without an answer, TypeError for a dtype the wire
-        has no form for.
+        has no form for, UsageError for a masked array.
         """
         tensors = [(name, wire_array(name, array)) for name, array in inputs.items()]
         return run(self.tensor_steps(tensors, outputs, id)).arrays()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from rsrv.client.arrays import array_of
 from rsrv.core.dtypes import DType
 from rsrv.core.errors import InvalidRequest, InvalidResponse
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 class InferInput:
     """One input tensor: ``InferInput(name, array)``, or ``InferInput(name, shape, flat)`` with the elements in C order.
 
-    Raises TypeError for a dtype that the wire cannot carry and ValueError when `flat` does not fill `shape`.
+    Raises TypeError for a dtype that the wire cannot carry, ValueError when `flat` does not fill `shape`, UsageError for
+    masked arrays.
     """
 
     __slots__ = ("data", "name")
@@ -108,12 +110,10 @@ def InferOutput(name: str, response: InferResponse, dtype: Any = None) -> np.nda
 def wire_array(name: str, value: Any) -> np.ndarray:
     """`value` as a C-ordered array that the wire can carry, in native byte order.
 
-    Raises TypeError naming the input and its dtype, ValueError for nested sequences that make no array.
+    Raises TypeError naming the input and its dtype, ValueError for nested sequences that make no array, and UsageError
+    for masked arrays.
     """
-    try:
-        array = np.asarray(value, order="C")
-    except ValueError as error:
-        raise ValueError(f"input {name!r} is no array: {error}") from None
+    array = np.asarray(array_of(f"input {name!r}", value), order="C")
     try:
         datatype = DType.from_numpy(array.dtype).wire
     except TypeError as error:

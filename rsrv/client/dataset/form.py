@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rsrv.client.arrays import array_of, fitted, is_of_python
 from rsrv.client.dataset.answers import items_text, require_rows
 from rsrv.client.dataset.io import OutputSpec
 from rsrv.client.server import ModelMetadata, TensorMeta
@@ -67,7 +68,7 @@ class Form:
 
     def tensors(self, data: Any, label: str) -> dict[str, np.ndarray]:
         """`data` by the inputs' names; `label` says in messages whose it is. Raises InvalidRequest for another form or
-        dtype than the model's, UsageError for a dtype that cannot travel."""
+        dtype than the model's, UsageError for a dtype that cannot travel and for masked arrays."""
         if isinstance(data, Mapping) == self.single:
             wanted = "one array" if self.single else "a mapping of arrays"
             raise InvalidRequest(f"{label} is a {type(data).__name__}; wanted {wanted}, as before")
@@ -141,20 +142,22 @@ class Form:
     def _tensor(self, name: str, value: Any, label: str) -> np.ndarray:
         meta = self._input(name)
         try:
-            array = np.asarray(value)
-        except ValueError as error:
-            raise InvalidRequest(f"{label}: input {name!r} is no array: {error}") from None
+            array = array_of(f"{label}: input {name!r}", value)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(str(error)) from None
         wanted = None if meta is None else meta.dtype
         if wanted is None or array.dtype.newbyteorder("=") == wanted:
             return array
-        if not hasattr(value, "dtype") and np.can_cast(array.dtype, wanted, "same_kind"):
-            cast = array.astype(wanted)  # numbers of Python have no width of their own
-            if array.dtype.kind not in "iu" or np.array_equal(cast, array):
-                return cast
+        plain = is_of_python(value)
+        if plain and (cast := fitted(array, wanted)) is not None:
+            return cast
         assert meta is not None
+        numpy_name = f"{'ml_dtypes' if wanted.kind == 'V' else 'np'}.{wanted.name}"
         raise InvalidRequest(
             f"{label}: input {name!r} is {array.dtype}, model {self.model_name!r} takes {meta.describe()}",
-            hint=f"convert it first: array.astype({'ml_dtypes' if wanted.kind == 'V' else 'np'}.{wanted.name})",
+            hint=f"not all of its numbers fit into {numpy_name}"
+            if plain and array.dtype.kind in "biuf"
+            else f"convert it first: array.astype({numpy_name})",
         )
 
     def _input(self, name: str) -> TensorMeta | None:
