@@ -61,6 +61,25 @@ def test_json_that_does_not_fit_the_dtype_is_refused_rather_than_rounded(value):
     assert "at [0] is not a INT8" in refused(f"n={value}")
 
 
+@pytest.mark.parametrize(("name", "datatype"), [("x", "FP32"), ("h", "BF16")])
+def test_numbers_do_not_become_infinite(tmp_path, name, datatype):
+    assert f"the value 1e+300 at [0, 1] is not a {datatype}" in refused(f"{name}=[[1, 1e300]]")
+    (tmp_path / "x.csv").write_text("1,2\n-1e300,inf\n")
+    assert f"the value -1e+300 at [1, 0] is not a {datatype}" in refused(f"{name}=@{tmp_path}/x.csv")
+    np.save(tmp_path / "x.npy", np.array([[np.inf, 1], [np.nan, -1e300]]))
+    text = refused(f"{name}=@{tmp_path}/x.npy")
+    assert f"input '{name}': {tmp_path}/x.npy has the value -1e+300, which is too large for" in text
+    np.save(tmp_path / "x.npy", np.array([[np.inf, -np.inf]]))
+    assert np.isinf(read(f"{name}=@{tmp_path}/x.npy")[name]).all()
+
+
+def test_a_file_of_one_number_is_converted_like_others(tmp_path):
+    np.save(tmp_path / "k.npy", np.float64(1.5))
+    one = ModelMetadata("net", "stub", (TensorMeta("k", "FP32", ()),), ())
+    (rows,) = read_inputs([f"k=@{tmp_path}/k.npy"], one).rows.values()
+    assert (rows.dtype, np.asarray(rows).tolist()) == (np.float32, 1.5)
+
+
 def test_random_values_repeat_and_depend_on_the_dtype():
     first, second = read("x=random", "n=random", "m=random", rows=100), read("x=random", "n=random", rows=100)
     np.testing.assert_array_equal(first["x"], second["x"])

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rsrv.core.errors import UsageError
+
 _BLOCK_BYTES = 64 << 10
 
 
@@ -21,15 +23,32 @@ class Rows(Protocol):
 
 
 class Converted:
-    """The rows of `source` in another dtype."""
+    """The rows of `source` in another dtype; see `converted`."""
 
-    def __init__(self, source: Rows, dtype: np.dtype[Any]) -> None:
+    def __init__(self, source: Rows, dtype: np.dtype[Any], what: str) -> None:
         self._source = source
+        self._what = what
         self.dtype = dtype
         self.shape = source.shape
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
-        return self._source[rows].astype(self.dtype)
+        return converted(self._source[rows], self.dtype, self._what)
+
+
+def converted(given: np.ndarray, dtype: np.dtype[Any], what: str) -> np.ndarray:
+    """`given` as `dtype`. Raises UsageError for a number that would become infinite; `what` says whose it is."""
+    with np.errstate(over="ignore"):
+        cast = given.astype(dtype)
+    lost = np.isinf(cast)
+    if lost.any():
+        lost &= np.isfinite(given)
+    if lost.any():
+        first = given[lost][0]
+        raise UsageError(
+            f"{what} has the value {first}, which is too large for {dtype.name}",
+            hint="scale or clip it first: numpy.clip(array, lowest, highest)",
+        )
+    return cast
 
 
 class RandomRows:

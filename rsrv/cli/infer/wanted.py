@@ -55,7 +55,7 @@ class Wanted:
 
     def checked(self, given: Rows, where: str) -> Rows:
         """`given`, converted between sizes of floats and wherever no value can change. Raises UsageError."""
-        from rsrv.cli.infer.rows import Converted
+        from rsrv.cli.infer.rows import Converted, converted
 
         self._require_shape(given.shape, where)
         if self.dtype is None or given.dtype == self.dtype:
@@ -64,22 +64,25 @@ class Wanted:
         if raw and self.dtype.kind == "V" and isinstance(given, np.ndarray):
             return given.view(self.dtype)  # numpy writes bfloat16 as raw bytes
         if np.can_cast(given.dtype, self.dtype, "safe") or {given.dtype, self.dtype} <= _FLOATS:
-            return Converted(given, self.dtype)
+            what = f"input {self.name!r}: {where}"
+            return Converted(given, self.dtype, what) if given.shape else converted(np.asarray(given), self.dtype, what)
         raise self.refuse(
             f"{where} holds {given.dtype}; wanted {self.describe()}",
             hint=f"convert it first, with .astype({self.dtype.name!r})",
         )
 
     def numbers(self, parsed: np.ndarray, where: str) -> np.ndarray:
-        """Numbers that somebody wrote down, in the model's dtype; raises UsageError rather than round integers."""
+        """Numbers that somebody wrote down, in the model's dtype; raises UsageError rather than round integers, or make
+        a number infinite."""
         if parsed.dtype.kind not in "biuf":
             raise self.refuse(f"{where} must hold numbers or booleans, nested like the tensor")
         if self.dtype is None:
             return parsed
         with np.errstate(over="ignore", invalid="ignore"):
             array = parsed.astype(self.dtype)
-        if self.dtype.kind in "biu" and not np.array_equal(array, parsed):
-            (at, *_) = np.argwhere(array != parsed).tolist()
+        lost = array != parsed if self.dtype.kind in "biu" else np.isinf(array) & np.isfinite(parsed)
+        if lost.any():
+            (at, *_) = np.argwhere(lost).tolist()
             datatype = DType.from_numpy(self.dtype).wire
             raise self.refuse(f"{where}: the value {parsed[tuple(at)]} at {at} is not a {datatype}")
         return array
