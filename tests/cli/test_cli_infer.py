@@ -501,3 +501,20 @@ def test_models_of_an_unreachable_server(stub, capsys):
     stub.stop()
     assert run("models", "--url", stub.url) == 3
     assert "error: no answer from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [
+        (["--output-dir", "out"], "output 'y': '{}/out/y.npy' is a directory"),
+        (["--output", "both.npy"], "{}/both.npy holds one output, and there are: y, total"),
+    ],
+)
+def test_outputs_without_a_place_are_found_before_anything_is_sent(stub, x_file, tmp_path, capsys, places, text):
+    (tmp_path / "out" / "y.npy").mkdir(parents=True)
+    option, place = places
+    for batch in ([], ["--batch", 2]):
+        arguments = ["--input", f"x=@{x_file}", option, tmp_path / place, *batch]
+        assert run("infer", "twice", "--url", stub.url, *arguments) == 2
+        assert text.format(tmp_path) in capsys.readouterr().err
+    assert stub.requests == []

@@ -26,7 +26,7 @@ def fill(sink, *, y=Y):
 
 
 def made(path=None, directory=None, **options):
-    return sinks.make(path, directory, overwrite=options.get("overwrite", False))(7, frozenset({"y"}))
+    return sinks.make(path, directory, overwrite=options.get("overwrite", False)).sink(7, frozenset({"y"}))
 
 
 def check(arrays, y=Y):
@@ -182,11 +182,46 @@ def test_places_that_cannot_be_are_refused_before_anything_is_sent(tmp_path):
 
 
 def test_outputs_with_the_same_file_name_are_refused(tmp_path):
-    with sinks.make(None, tmp_path, overwrite=False)(1, frozenset()) as sink:
+    places = sinks.make(None, tmp_path, overwrite=False)
+    with pytest.raises(UsageError, match="same file name"):
+        places.require_places(["a/b", "a_b"])
+    with places.sink(1, frozenset()) as sink, pytest.raises(UsageError, match="same file name"):
         sink.write(range(1), {"a/b": np.zeros(1), "a_b": np.zeros(1)})
-        with pytest.raises(UsageError, match="same file name"):
-            sink.finish()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("y", "is a directory"), ("n" * 300, "File name too long"), ("a\0b", "null")]
+)
+def test_an_output_whose_file_has_no_place_is_refused_by_name_before_or_at_the_first_answer(tmp_path, name, text):
+    (tmp_path / "y.npy").mkdir()
+    places = sinks.make(None, tmp_path, overwrite=False)
+    places.require_places(["z"])
+    with pytest.raises(UsageError, match=text) as caught:
+        places.require_places(["z", name])
+    assert f"output {name!r}" in caught.value.message
+    with places.sink(7, frozenset({name})) as sink, pytest.raises(UsageError, match=text):
+        sink.write(range(7), {"z": Y, name: Y})
+    assert os.listdir(tmp_path) == ["y.npy"]
+
+
+def test_a_file_of_somebody_else_in_a_directory_of_many_users_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "y.npy").write_text("theirs")
+    tmp_path.chmod(0o1777)
+    for user, refused in [(os.geteuid(), False), (0, False), (12345, True)]:
+        monkeypatch.setattr("os.geteuid", lambda user=user: user)
+        for options in ({"directory": tmp_path}, {"path": tmp_path / "y.npy", "overwrite": True}):
+            places = {"path": None, "directory": None, "overwrite": False, **options}
+            if refused:
+                with pytest.raises(UsageError, match="another user's"):
+                    sinks.make(**places).require_places(["y"])
+            else:
+                sinks.make(**places).require_places(["y"])
+
+
+def test_an_npy_file_of_several_outputs_is_refused_before_anything_is_sent(tmp_path):
+    with pytest.raises(UsageError, match="holds one output, and there are: y, loss"):
+        sinks.make(tmp_path / "y.npy", None, overwrite=False).require_places(["y", "loss"])
 
 
 # --- in brief -----------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def infer(
         only=tuple(only or ()),
         repeat=repeat,
         images=ImageOptions.parse(image_size, image_scale, image_mean, image_std),
-        make_sink=sinks.make(output_file, output_dir, overwrite=overwrite),
+        destination=sinks.make(output_file, output_dir, overwrite=overwrite),
     )
     mode: Literal["auto", "on", "off"] = "auto" if shm is None else "on" if shm else "off"
     handle = KServeModel(

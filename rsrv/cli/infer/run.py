@@ -15,7 +15,7 @@ from rsrv.cli import output
 from rsrv.cli.infer.images import ImageOptions
 from rsrv.cli.infer.report import COLUMNS, Tally, Timing
 from rsrv.cli.infer.sending import Dataset, declares_outputs, send_once
-from rsrv.cli.infer.sinks import Sink
+from rsrv.cli.infer.sinks import Destination, Sink
 from rsrv.cli.infer.sources import Inputs, batched_names, read_inputs
 from rsrv.client.budget import Budget
 from rsrv.client.shared import INLINE, LEAST_SHARED_BYTES
@@ -36,7 +36,7 @@ class Request:
     only: Sequence[str]
     repeat: int
     images: ImageOptions
-    make_sink: Callable[[int, frozenset[str]], Sink]
+    destination: Destination
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,8 @@ def answer(handle: KServeModel, request: Request) -> Iterator[Answer]:
     """
     model = handle.metadata()
     _require_outputs(model, request.only)
+    if names := request.only or [tensor.name for tensor in model.outputs]:  # else the first answer will tell
+        request.destination.require_places(names)
     inputs = read_inputs(
         request.specs,
         model,
@@ -114,7 +116,7 @@ def _send_single(handle: KServeModel, model: ModelMetadata, inputs: Inputs, requ
         name for name in batched_names(model, model.outputs) if name in outputs and outputs[name].shape[:1] == (count,)
     )
     transport = handle.transport or INLINE
-    with request.make_sink(count, batched) as sink:
+    with request.destination.sink(count, batched) as sink:
         sink.write(range(count), outputs)
         tally.add(range(count), outputs)
         why = _why_inline(handle) if transport == INLINE else None
@@ -129,7 +131,7 @@ def _send_dataset(handle: KServeModel, model: ModelMetadata, inputs: Inputs, req
     count = inputs.count()
     batched = batched_names(model, model.outputs)
     transports: set[str] = set()
-    with request.make_sink(count, batched) as sink:
+    with request.destination.sink(count, batched) as sink:
 
         def keep(rows: range, outputs: Mapping[str, np.ndarray]) -> None:
             sink.write(rows, outputs)

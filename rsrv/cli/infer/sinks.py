@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -147,12 +149,23 @@ class FilesSink(Sink):
 class DirectorySink(FilesSink):
     """``DIR/NAME.npy`` for each output, over what was there."""
 
+    def write(self, rows: range, outputs: Mapping[str, np.ndarray]) -> None:
+        if not self._names:
+            self.require_places(self._beside, list(outputs))
+        super().write(rows, outputs)
+
+    @staticmethod
+    def require_places(directory: Path, names: Sequence[str]) -> None:
+        """Raise UsageError for outputs that cannot have a file of their own in `directory`."""
+        if len({file_name(name) for name in names}) < len(names):
+            raise UsageError(
+                f"two of the outputs {', '.join(names)} have the same file name", hint="write an .npz file"
+            )
+        for name in names:
+            _require_replaceable(directory / file_name(name), f"--output-dir {directory}: output {name!r}")
+
     def finish(self) -> dict[str, Path]:
         places = {name: self._beside / file_name(name) for name in self._names}
-        if len(set(places.values())) < len(places):
-            raise UsageError(
-                f"two of the outputs {', '.join(places)} have the same file name", hint="write an .npz file"
-            )
         parts = self._complete()
         for name, place in places.items():
             os.replace(parts[name], place)
@@ -170,12 +183,17 @@ class NpySink(FilesSink):
         self._path = path
 
     def write(self, rows: range, outputs: Mapping[str, np.ndarray]) -> None:
-        if len(outputs) != 1:
+        self.require_one(self._path, list(outputs))
+        super().write(rows, outputs)
+
+    @staticmethod
+    def require_one(path: Path, names: Sequence[str]) -> None:
+        """Raise UsageError unless there is one output."""
+        if len(names) != 1:
             raise UsageError(
-                f"{self._path} holds one output, and there are: {', '.join(outputs)}",
+                f"{path} holds one output, and there are: {', '.join(names)}",
                 hint="choose one with --only NAME, or write an .npz file, or use --output-dir",
             )
-        super().write(rows, outputs)
 
     def finish(self) -> dict[str, Path]:
         ((name, part),) = self._complete().items()
@@ -259,8 +277,21 @@ KINDS: dict[str, Callable[[int, frozenset[str], Path], Sink]] = {
 }
 
 
-def make(path: Path | None, directory: Path | None, *, overwrite: bool) -> Callable[[int, frozenset[str]], Sink]:
-    """What makes the sink for a file, a directory, or, without both, for memory.
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where outputs are to go.
+
+    Attributes:
+        sink: makes what takes the answers to so many items; the named outputs have a row for each of them.
+        require_places: raises UsageError for outputs of these names that cannot go there.
+    """
+
+    sink: Callable[[int, frozenset[str]], Sink]
+    require_places: Callable[[Sequence[str]], None] = lambda names: None
+
+
+def make(path: Path | None, directory: Path | None, *, overwrite: bool) -> Destination:
+    """A file, a directory, or, without both, memory.
 
     Raises UsageError, before anything is sent, for a file that is there already, has no place, or is of no known kind.
     """
@@ -269,19 +300,23 @@ def make(path: Path | None, directory: Path | None, *, overwrite: bool) -> Calla
             raise UsageError("--output and --output-dir exclude each other")
         directory.mkdir(parents=True, exist_ok=True)
         _require_writable(directory, f"--output-dir {directory}")
-        return lambda count, batched: DirectorySink(count, batched, directory)
+        return Destination(
+            lambda count, batched: DirectorySink(count, batched, directory),
+            lambda names: DirectorySink.require_places(directory, names),
+        )
     if path is None:
-        return Sink
+        return Destination(Sink)
     kind = KINDS.get(path.suffix.lower())
     if kind is None:
         raise UsageError(f"--output {path}: wanted a file that ends with {', '.join(KINDS)}")
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a directory" if path.is_dir() else f"there is no directory {str(path.parent)!r}"
-        raise UsageError(f"--output {path}: {what}")
+    if not path.parent.is_dir():
+        raise UsageError(f"--output {path}: there is no directory {str(path.parent)!r}")
+    _require_replaceable(path, f"--output {path}")
     if path.exists() and not overwrite:
         raise UsageError(f"--output {path}: the file exists", hint="--overwrite replaces it")
     _require_writable(path.parent, f"--output {path}")
-    return lambda count, batched: kind(count, batched, path)
+    only_one = (lambda names: NpySink.require_one(path, names)) if kind is NpySink else (lambda names: None)
+    return Destination(lambda count, batched: kind(count, batched, path), only_one)
 
 
 def _require_writable(directory: Path, option: str) -> None:
@@ -292,6 +327,27 @@ def _require_writable(directory: Path, option: str) -> None:
         probe.unlink()
     except OSError as error:
         raise UsageError(f"{option}: no file can be made in {str(directory)!r}: {error.strerror}") from None
+
+
+def _require_replaceable(place: Path, label: str) -> None:
+    """Raise UsageError when no file can be put to `place`, by way of one with a longer name beside it."""
+    there = None
+    try:
+        with suppress(FileNotFoundError):
+            os.lstat(place.parent / part_name(place.name))
+        with suppress(FileNotFoundError):
+            there = os.lstat(place)
+    except OSError as error:
+        raise UsageError(f"{label}: {str(place)!r} can be no file: {error.strerror}") from None
+    except ValueError as error:  # a name with a NUL
+        raise UsageError(f"{label}: {str(place)!r} can be no file: {error}") from None
+    if place.is_dir():
+        raise UsageError(f"{label}: {str(place)!r} is a directory")
+    parent = place.parent.stat()
+    if there is not None and parent.st_mode & stat.S_ISVTX and os.geteuid() not in (0, there.st_uid, parent.st_uid):
+        raise UsageError(
+            f"{label}: {str(place)!r} is another user's, and only they can replace it in {str(place.parent)!r}"
+        )
 
 
 def describe(array: np.ndarray) -> dict[str, Any]:
