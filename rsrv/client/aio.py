@@ -189,7 +189,7 @@ async def _drive(course: Course, n_items: int, progress: Progress | None, window
     """Run all chunks of `course` as tasks, so many at a time; see `rsrv.client.dataset.driver.drive`."""
     import asyncio
 
-    from rsrv.client.dataset.driver import settle
+    from rsrv.client.dataset.settlement import settle
 
     limit = course.window if window is None else min(window, course.window)
     ranges = course.ranges()
@@ -226,7 +226,7 @@ async def _in_order(
     """Read chunks, run them as tasks, and give each with its results when its turn has come."""
     import asyncio
 
-    from rsrv.client.dataset.driver import settle
+    from rsrv.client.dataset.settlement import settle
 
     course = chunks.course
     line: deque[tuple[range, asyncio.Task[None]]] = deque()

@@ -21,6 +21,12 @@ class Budget:
         self.seconds = seconds if seconds is not None and seconds > 0 else None
         self._end = None if self.seconds is None else clock() + self.seconds
 
+    def resumed(self, left: float | None) -> Budget:
+        """The same request's, with the seconds `left` from now on: what took the time meanwhile was not the request."""
+        again = Budget(left, clock=self._clock)
+        again.seconds = self.seconds
+        return again
+
     @property
     def left(self) -> float | None:
         """Seconds left, 0 or less when they are used up, None without a limit."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from rsrv.client.budget import Budget
 from rsrv.client.failures import TOO_LARGE
+from rsrv.client.notes import Detail
 from rsrv.client.steps import Pause, Steps
 from rsrv.core.errors import Code, RsrvError, ServerUnreachable, UnregisteredRegion, UsageError
 from rsrv.core.retries import AttemptBudget
@@ -126,7 +127,7 @@ def with_retries(
             why = _end(policy, tokens, budget, error, wait)
             if why is not None:
                 if before or policy.retries(error):
-                    error.add_note(_note(made, why, before))
+                    error.add_note(Detail(_note(made, why, before)))
                 raise
             before = error.reason or error.code.name.lower()
         yield Pause(wait)

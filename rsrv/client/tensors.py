@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class InferInput:
     """One input tensor: ``InferInput(name, array)``, or ``InferInput(name, shape, flat)`` with the elements in C order.
 
-    Raises TypeError for a dtype that the wire cannot carry, ValueError when `flat` does not fill `shape`, UsageError for
-    masked arrays.
+    Raises TypeError for a dtype that the wire cannot carry, ValueError when `flat` does not fill `shape`, UsageError
+    for masked arrays.
     """
 
     __slots__ = ("data", "name")

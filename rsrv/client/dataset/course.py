@@ -21,6 +21,7 @@ from rsrv.client.dataset.io import InferenceIO, OutputSpec, PoolInferInput
 from rsrv.client.dataset.survey import Survey
 from rsrv.client.exchange import Attempts
 from rsrv.client.failures import answered_by_server
+from rsrv.client.notes import Detail, ItemsNote
 from rsrv.client.shared import Entry
 from rsrv.client.steps import Lend, Steps, Work
 from rsrv.client.transport.pools import inline_pool, shared_pool, sweep
@@ -98,7 +99,8 @@ class Course:
             while rows:
                 rows = yield from self._some(rows)
         except Exception as error:
-            error.add_note(f"{items_text(rows)} of the dataset for model {self._model.model_name!r}")
+            what = f"{items_text(rows)} of the dataset for model {self._model.model_name!r}"
+            error.add_note(ItemsNote(what, rows))
             raise
 
     def abandon(self) -> None:
@@ -143,7 +145,7 @@ class Course:
             try:
                 left = budget.remaining()
                 inputs = yield Work(lambda slot=slot, part=part: self._encode(part, slot))  # type: ignore[misc]
-                budget = Budget(left)  # what the user's code takes is not the request's
+                budget = budget.resumed(left)  # what the user's code takes is not the request's
                 entries = [_entry(one, shared=shared) for one in inputs]
                 windows = carve_windows(self._specs, len(part), slot) if shared else {}
                 wanted = requested_outputs(self._specs, windows) or self._outputs
@@ -240,7 +242,7 @@ class Course:
         try:
             yield
         except Exception as error:
-            error.add_note(f"raised by {what}")
+            error.add_note(Detail(f"raised by {what}"))
             raise
         finally:
             _held.reset(before)

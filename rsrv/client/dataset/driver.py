@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
 
 from rsrv.client.dataset.course import Course, require_io
+from rsrv.client.dataset.settlement import settle
 from rsrv.client.dataset.survey import survey
 from rsrv.client.steps import run
 from rsrv.core.errors import UsageError
@@ -81,21 +82,6 @@ class Crew:
             del task, work
             self._outcomes.put(Outcome(number, error))
             del error
-
-
-def settle(failures: Sequence[BaseException]) -> None:
-    """Raise the first of `failures`, if there is one, with the others as notes."""
-    if not failures:
-        return
-    first, *others = failures
-    for other in others:
-        if other is not first:
-            where = "; ".join(getattr(other, "__notes__", ()))
-            first.add_note(f"also failed: {type(other).__name__}: {other}" + (f" ({where})" if where else ""))
-    try:
-        raise first
-    finally:
-        del first, others, failures
 
 
 @overload

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
-from rsrv.client.dataset.driver import Crew, Progress, settle
+from rsrv.client.dataset.driver import Crew, Progress
 from rsrv.client.dataset.items import ItemMap, require_items
+from rsrv.client.dataset.settlement import settle
 from rsrv.client.dataset.survey import Batch, checked_batch
 from rsrv.client.steps import run
 
