@@ -120,9 +120,10 @@ def test_a_refused_registration_is_an_error_in_both_modes(server, mode):
     server.refuse["SystemSharedMemoryRegister"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, "too many regions", "shm_limit")
     with (
         KServeModel(server.url, "twice", shared_memory=mode) as model,
-        pytest.raises(RegionLimit, match="too many regions"),
+        pytest.raises(RegionLimit, match="too many regions") as caught,
     ):
         model.infer({"x": X})
+    assert 'shared_memory="off"' in caught.value.hint
     assert own_shared_memory() == set()
 
 

@@ -19,7 +19,16 @@ from rsrv.client.server import ask
 from rsrv.client.shared import Mode
 from rsrv.client.transport.probe import sees_our_memory
 from rsrv.client.windows import OutOfSharedMemory
-from rsrv.core.errors import Code, DeadlineExceeded, RsrvError, ShmUnrecoverable, Unimplemented, UsageError
+from rsrv.core.errors import (
+    Code,
+    DeadlineExceeded,
+    RegionLimit,
+    RegistrationFailed,
+    RsrvError,
+    ShmUnrecoverable,
+    Unimplemented,
+    UsageError,
+)
 from rsrv.core.shm.objects import owner_pid
 from rsrv.core.shm.owned import OwnedRegion
 
@@ -27,6 +36,10 @@ log = logging.getLogger(__name__)
 
 UNREGISTER_SECONDS = 5.0
 """The most that all goodbyes to a server may take: one that hangs must not hold the process."""
+_REFUSED_HINT = (
+    'shared_memory="off" (rsrv infer: --no-shm) sends tensors inline; how much a server of rsrv registers, '
+    "shm.max_regions and shm.max_total_bytes say"
+)
 _LEAST_SECONDS = 0.05
 """What a server that is well gets in any case, after one that hangs."""
 
@@ -252,6 +265,8 @@ class Endpoint:
                     self._ask_to_register(region, timeout)
         except RsrvError as error:
             entry.failure = error
+            if isinstance(error, (RegionLimit, RegistrationFailed)) and error.hint is None:
+                error.hint = _REFUSED_HINT
             raise
         entry.generation += 1
 
