@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from rsrv.client.interruption import mend
 from rsrv.client.url import parse_url
 from rsrv.core.errors import UsageError
 
@@ -112,7 +113,11 @@ class _Pool:
             if users > 1:
                 self._channels[options] = (channel, users - 1)
                 return
-        channel.close()
+        try:
+            channel.close()
+        except BaseException:  # Ctrl-C
+            mend(channel)
+            raise
 
 
 _pool = _Pool()

@@ -17,6 +17,7 @@ import grpc
 from rsrv.client import channels
 from rsrv.client.channels import ChannelOptions
 from rsrv.client.failures import from_rpc_error
+from rsrv.client.interruption import mend
 from rsrv.core.errors import InvalidResponse, UsageError
 
 log = logging.getLogger(__name__)
@@ -107,6 +108,9 @@ class Connection:
             if self._closed:
                 raise _closed(self.target) from None
             raise error
+        except BaseException:  # Ctrl-C
+            mend(self._channel)
+            raise
 
     async def acall(self, method: str, body: bytes, timeout: float | None) -> bytes:
         """Like `call`, for an event loop. Cancelling it cancels the call."""
@@ -138,6 +142,11 @@ class Connection:
             if self._closed:
                 raise _closed(self.target) from None
             raise error
+        except GeneratorExit:  # collected, in the midst of anything
+            raise
+        except BaseException:
+            mend(self._channel)
+            raise
 
     def stream(self, method: str, body: bytes, timeout: float | None = None) -> Iterator[bytes]:
         """Call `method`, which answers with many messages; the call ends when the iterator is closed.
@@ -153,6 +162,11 @@ class Connection:
             yield from call
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.target) from None
+        except GeneratorExit:  # nobody wants more, or it is collected, in the midst of anything
+            raise
+        except BaseException:
+            mend(self._channel)
+            raise
         finally:
             call.cancel()  # type: ignore[no-untyped-call]  # in the stubs
 
@@ -165,7 +179,7 @@ class Connection:
             call = self._method(method).future(body, timeout=timeout, metadata=self._metadata)
             call.add_done_callback(_log_failure)  # also keeps the call alive: grpcio cancels one that is dropped
             if wait:
-                # Not without a limit: Ctrl-C amid a call can leave grpcio's thread waiting for ever, timeouts included.
+                # Not without a limit: should grpcio's thread be stuck, timeouts are never noticed.
                 call.result(timeout + 1)
         except grpc.FutureTimeoutError:
             log.debug("target=%s method=%s event=not_delivered", self.target, method)
@@ -173,6 +187,10 @@ class Connection:
         except (grpc.RpcError, grpc.FutureCancelledError, ValueError, UsageError) as error:
             log.debug("target=%s method=%s event=not_delivered %s", self.target, method, error)
             return not (isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
+        except BaseException:
+            if wait:  # else the collector may have called, in the midst of anything
+                mend(self._channel)
+            raise
         return True
 
     def close(self) -> None:

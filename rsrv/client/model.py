@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, overload
 import grpc
 import numpy as np
 
-from rsrv.client.budget import Budget
+from rsrv.client.budget import SETUP_SECONDS, Budget
 from rsrv.client.channels import ChannelOptions
 from rsrv.client.connection import Metadata, checked_metadata
 from rsrv.client.exchange import Attempts, Exchange
@@ -174,7 +174,7 @@ class KServeModel:
 
     def metadata(self) -> ModelMetadata:
         """The model's inputs and outputs; raises UnknownModel when the server does not know it."""
-        return self.facts.ask(Budget(self.deadline).remaining())
+        return self.facts.ask(Budget(self.deadline).at_most(SETUP_SECONDS))
 
     def batch_limit(self, budget: Budget, wanted: int | Literal["auto"] | None = None) -> int:
         """The most rows for one request: `wanted`, by default `max_batch_size`; for ``"auto"`` what the server says,
@@ -342,7 +342,7 @@ class KServeModel:
                 windows.release(kept.pop())
 
         def acquire() -> Window:
-            window = windows.acquire(n_bytes, budget.remaining)
+            window = windows.acquire(n_bytes, lambda: budget.at_most(SETUP_SECONDS))
             kept.append(window)
             if gone:
                 give_back()
