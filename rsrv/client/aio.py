@@ -14,7 +14,7 @@ import numpy as np
 
 from rsrv.client.model import KServeModel
 from rsrv.client.steps import arun
-from rsrv.client.tensors import InferInput, InferResponse, wire_array
+from rsrv.client.tensors import InferInput, InferResponse, named_arrays
 from rsrv.client.url import host_port
 from rsrv.core.errors import UsageError
 
@@ -78,7 +78,7 @@ class AsyncKServeModel:
         id: str = "",  # noqa: A002
     ) -> dict[str, np.ndarray]:
         """As `KServeModel.infer`."""
-        tensors = [(name, wire_array(name, array)) for name, array in inputs.items()]
+        tensors = named_arrays(inputs)
         return (await arun(self._model.tensor_steps(tensors, outputs, id))).arrays()
 
     async def request(

@@ -24,7 +24,7 @@ from rsrv.client.retry import RetryPolicy
 from rsrv.client.server import ModelMetadata
 from rsrv.client.shared import INLINE, MODES, SHARED, Layout, Mode, worthwhile
 from rsrv.client.steps import Steps, run
-from rsrv.client.tensors import InferInput, InferResponse, wire_array
+from rsrv.client.tensors import InferInput, InferResponse, named_arrays, output_names, require_text
 from rsrv.client.transport import endpoints
 from rsrv.client.transport.endpoint import Endpoint
 from rsrv.client.url import host_port
@@ -205,7 +205,7 @@ class KServeModel:
         `RsrvError` that the server answered with, `ServerUnreachable` without an answer, TypeError for a dtype the wire
         has no form for, UsageError for a masked array.
         """
-        tensors = [(name, wire_array(name, array)) for name, array in inputs.items()]
+        tensors = named_arrays(inputs)
         return run(self.tensor_steps(tensors, outputs, id)).arrays()
 
     def __call__(self, data: Any, outputs: Sequence[str] | None = None) -> Any:
@@ -293,6 +293,10 @@ class KServeModel:
         budget = Budget(self.deadline)
         if isinstance(outputs, str):
             outputs = (outputs,)
+        require_text("id", id)
+        for name, _ in tensors:
+            require_text("the name of an input", name)
+        outputs = None if outputs is None else output_names(outputs)
         layout = None if inline else (yield from self._layout(tensors, outputs, budget))
         if layout is not None:
             try:

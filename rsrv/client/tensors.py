@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from rsrv.client.arrays import array_of
 from rsrv.core.dtypes import DType
-from rsrv.core.errors import InvalidRequest, InvalidResponse
+from rsrv.core.errors import InvalidRequest, InvalidResponse, UsageError
 
 if TYPE_CHECKING:
     from rsrv.core.wire.response import ResponseMessage
@@ -105,6 +105,32 @@ def InferOutput(name: str, response: InferResponse, dtype: Any = None) -> np.nda
     if dtype is not None and array.dtype != np.dtype(dtype):
         raise InvalidRequest(f"output {name!r} is {array.dtype}, not {np.dtype(dtype)}")
     return array
+
+
+def named_arrays(inputs: Mapping[str, Any]) -> list[tuple[str, np.ndarray]]:
+    """The arrays of a mapping as the wire can carry them; see `wire_array`. Raises UsageError for another form."""
+    if not isinstance(inputs, Mapping):
+        raise UsageError(
+            f"the inputs are a {type(inputs).__name__}; wanted arrays by name, {{name: array}}",
+            hint="model(x) takes an array for the only input",
+        )
+    return [(name, wire_array(name, array)) for name, array in inputs.items()]
+
+
+def require_text(what: str, value: Any) -> None:
+    """Raise UsageError for what is no text, or none that can be written in UTF-8."""
+    if not isinstance(value, str) or not (value.isascii() or value.encode(errors="replace").decode() == value):
+        raise UsageError(f"{what} is {value!r}; wanted text")
+
+
+def output_names(wanted: Any) -> Sequence[str]:
+    """The names of wanted outputs. Raises UsageError for what are none."""
+    if not isinstance(wanted, Iterable):
+        raise UsageError(f"outputs={wanted!r} are no names of outputs")
+    names = wanted if isinstance(wanted, Sequence) else tuple(wanted)
+    for name in names:
+        require_text("the name of an output", name)
+    return names
 
 
 def wire_array(name: str, value: Any) -> np.ndarray:

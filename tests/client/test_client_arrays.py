@@ -209,3 +209,31 @@ def test_a_list_that_holds_itself_is_no_array():
     endless.append(endless)
     with pytest.raises(ValueError, match="input 'x' is no array"):
         array_of("input 'x'", endless)
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inputs", [[X], X, None, "x", 3])
+def test_inputs_without_names_are_refused_with_a_way_out(server, model, inputs):
+    for infer in (model.infer, lambda data: asyncio.run(awaited(server, lambda it: it.infer(data)))):
+        with pytest.raises(UsageError, match="wanted arrays by name") as caught:
+            infer(inputs)
+        assert "model(x)" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "text"),
+    [
+        ({1: X}, {}, "the name of an input is 1; wanted text"),
+        ({"\ud800": X}, {}, "the name of an input is .*; wanted text"),
+        ({"x": X}, {"outputs": 3}, "outputs=3 are no names"),
+        ({"x": X}, {"outputs": ["y", 3]}, "the name of an output is 3; wanted text"),
+        ({"x": X}, {"id": 5}, "id is 5; wanted text"),
+    ],
+)
+def test_names_are_text(server, model, inputs, options, text):
+    with pytest.raises(UsageError, match=text):
+        model.infer(inputs, **options)
+    assert "ModelInfer" not in server.calls
+    np.testing.assert_array_equal(model.infer({"x": X}, id="ä")["y"], 2 * X)
