@@ -118,7 +118,7 @@ class Endpoint:
             )
         known = self._routes.get(mode)
         if known is False and 0 < self._interval() <= self._clock() - self._asked:
-            return None  # a gateway says no while a worker is away, and servers are replaced
+            return None  # servers are replaced, and so are the workers of gateways
         return known
 
     def _decide(self, mode: Mode, budget: Budget) -> bool:
@@ -135,12 +135,12 @@ class Endpoint:
         elif not same:
             self._why_inline = (
                 "the server runs in another IPC namespace (another machine or container), or is a gateway of which a "
-                "worker does or is away"
+                "worker does"
             )
             if mode == "on":
                 raise UsageError(
                     f"{self.target} runs in another IPC namespace (another machine or container), or is a gateway of "
-                    "which a worker does or is away: shared memory cannot work",
+                    "which a worker does: shared memory cannot work",
                     hint='use shared_memory="auto" (rsrv infer: leave out --shm)',
                 )
         self._asked = self._clock()
