@@ -20,6 +20,7 @@ import numpy as np
 
 from rsrv.core.errors import InvalidRequest, RegionLimit, UnregisteredRegion
 from rsrv.core.memory import aligned_empty
+from rsrv.core.shm.copiers import Copiers
 from rsrv.core.shm.objects import alive, object_name, open_object, owner_pid
 
 _log = logging.getLogger(__name__)
@@ -43,14 +44,27 @@ class RegionStatus:
 class Region:
     """A registered window of a shared-memory object. Reached through a `Lease`, so its descriptor is open."""
 
-    __slots__ = ("base", "dead", "fd", "key", "last_used", "leases", "name", "owner_pid", "owner_unseen", "size")
+    __slots__ = (
+        "_copiers",
+        "base",
+        "dead",
+        "fd",
+        "key",
+        "last_used",
+        "leases",
+        "name",
+        "owner_pid",
+        "owner_unseen",
+        "size",
+    )
 
-    def __init__(self, name: str, key: str, base: int, size: int, fd: int, now: float) -> None:
+    def __init__(self, name: str, key: str, base: int, size: int, fd: int, copiers: Copiers, now: float) -> None:
         self.name = name
         self.key = key
         self.base = base
         self.size = size
         self.fd = fd
+        self._copiers = copiers
         self.leases = 0
         self.dead = False
         self.last_used = now
@@ -85,12 +99,17 @@ class Region:
         return block
 
     def _fill(self, offset: int, target: memoryview) -> None:
-        start, done = self.base + offset, 0
-        while done < len(target):
-            got = os.preadv(self.fd, [target[done : done + _STEP]], start + done)
-            if got == 0:
-                raise self._truncated(start + done)
-            done += got
+        first = self.base + offset
+
+        def fill(start: int, part: memoryview) -> None:
+            done = 0
+            while done < len(part):
+                got = os.preadv(self.fd, [part[done : done + _STEP]], first + start + done)
+                if got == 0:
+                    raise self._truncated(first + start + done)
+                done += got
+
+        self._copiers.copy(fill, target)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Copy `data` (contiguous) to `offset`. Never makes the file longer."""
@@ -149,6 +168,7 @@ class RegionRegistry:
         allow_keys: glob patterns of keys (without the leading slash) that may be registered; none = all.
         deny_keys: the same for keys that may not; the defaults are where servers keep weights. Wins over `allow_keys`.
         require_same_uid: accept only objects that belong to this process's user.
+        copy_threads: how many threads help with large copies; see `Copiers`.
         clock: seconds, monotonic.
     """
 
@@ -161,6 +181,7 @@ class RegionRegistry:
         allow_keys: Sequence[str] = (),
         deny_keys: Sequence[str] = ("rsw-*", "rsrvw-*"),
         require_same_uid: bool = False,
+        copy_threads: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_regions = max_regions
@@ -169,6 +190,7 @@ class RegionRegistry:
         self._allow_keys = tuple(pattern.lstrip("/") for pattern in allow_keys)
         self._deny_keys = tuple(pattern.lstrip("/") for pattern in deny_keys)
         self._require_same_uid = require_same_uid
+        self._copiers = Copiers(copy_threads)
         self._clock = clock
         self._lock = threading.Lock()
         self._regions: dict[str, Region] = {}
@@ -201,7 +223,7 @@ class RegionRegistry:
         fd = open_object(file_name, os.O_RDWR)
         try:
             self._inspect(fd, name, key, offset, byte_size)
-            region = Region(name, key, offset, byte_size, fd, self._clock())
+            region = Region(name, key, offset, byte_size, fd, self._copiers, self._clock())
             with self._lock:
                 replaced = self._insert(region)
         except BaseException:
@@ -280,8 +302,9 @@ class RegionRegistry:
         return sorted(gone)
 
     def close(self) -> None:
-        """Forget all regions."""
+        """Forget all regions, and end the threads that help with copies."""
         self.unregister("")
+        self._copiers.close()
 
     def _admit(self, file_name: str) -> None:
         if any(fnmatchcase(file_name, pattern) for pattern in self._deny_keys):
