@@ -56,12 +56,14 @@ class Transport(Protocol):
 
 @dataclass(slots=True)
 class _Connection:
-    """`works` = a request is being answered; else its client is waited for, since `since`. `unsent` = bytes that the
-    system did not take when we looked last, and `moved` when some of them left."""
+    """`works` = a request is being answered; else its client is waited for, since `since`, and if `asks` for the rest
+    of a request. `unsent` = bytes that the system did not take when we looked last, and `moved` when some of them left.
+    """
 
     transport: Transport
     since: float
     works: bool = False
+    asks: bool = False
     answered: bool = False
     unsent: int = 0
     moved: float = 0.0
@@ -98,28 +100,27 @@ class Connections:
     @contextmanager
     def works(self, key: Hashable) -> Iterator[None]:
         """While a request is answered, its connection stays."""
-        with self._turned(key, works=True):
+        self._turn(key, works=True)
+        try:
             yield
+        finally:
+            self._turn(key, works=False)
         if (connection := self._open.get(key)) is not None:
             connection.answered = True
 
     @contextmanager
     def waits(self, key: Hashable) -> Iterator[None]:
-        """While more of a request is waited for, its connection may have to make place."""
-        with self._turned(key, works=False):
-            yield
-
-    @contextmanager
-    def _turned(self, key: Hashable, *, works: bool) -> Iterator[None]:
-        self._turn(key, works)
+        """While the rest of a request is waited for, its connection may have to make place. How long that may take is
+        up to who waits, and tells the client so."""
+        self._turn(key, works=False, asks=True)
         try:
             yield
         finally:
-            self._turn(key, not works)
+            self._turn(key, works=True)
 
-    def _turn(self, key: Hashable, works: bool) -> None:
+    def _turn(self, key: Hashable, *, works: bool, asks: bool = False) -> None:
         if (connection := self._open.get(key)) is not None:
-            connection.works, connection.since = works, self._clock()
+            connection.works, connection.asks, connection.since = works, asks, self._clock()
 
     def look(self) -> None:
         """Close those whose clients had their time."""
@@ -146,7 +147,7 @@ class Connections:
         return False
 
     def _silent(self, connection: _Connection, now: float) -> bool:
-        if connection.works or connection.unsent:
+        if connection.works or connection.asks or connection.unsent:
             return False
         patience = self._patience
         return now - connection.since >= (patience.idle_seconds if connection.answered else patience.first_seconds)

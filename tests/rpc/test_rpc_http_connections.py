@@ -80,6 +80,16 @@ def test_further_headers_have_more_time_from_the_last_answer_on():
     assert site.after(0.1) == {"a": "closed"}
 
 
+def test_the_rest_of_a_request_has_a_time_of_its_own_also_of_the_first_one():
+    site = Site()
+    site.open("a")
+    for _ in ("first", "second"):
+        with site.connections.works("a"), site.connections.waits("a"):
+            assert site.after(1000) == {}
+        assert site.after(74.9) == {}
+    assert site.after(0.1) == {"a": "closed"}
+
+
 def test_an_answer_that_does_not_move_ends_its_connection_even_while_it_is_written():
     site = Site()
     site.open("a", "b")
@@ -191,6 +201,14 @@ def test_a_client_that_sends_no_header_is_left(listen, sent):
 def test_a_client_that_sends_no_second_request_is_left_after_its_answer(listen):
     listen(idle_seconds=SOON)
     assert received(listen.connect(GET)).endswith(b"\r\n\r\nok")
+
+
+def test_a_body_that_does_not_come_in_time_is_answered_in_words(listen, monkeypatch):
+    monkeypatch.setattr("rsrv.rpc.http._BODY_SECONDS", 10 * SOON)
+    listen(first_seconds=SOON, idle_seconds=SOON)
+    answer = received(listen.connect(b"POST /body HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"))
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"body_timeout" in answer
 
 
 @pytest.mark.parametrize("close", ["", "Connection: close\r\n"])
