@@ -131,3 +131,40 @@ def test_after_close_copies_are_made_alone(make):
     target = np.zeros(2 * LEAST_BYTES, np.uint8)
     copiers.copy(fill, target.data)
     np.testing.assert_array_equal(target, SOURCE[: 2 * LEAST_BYTES])
+
+
+def test_a_pool_that_is_closed_amid_a_copy_helps_no_more(make):
+    copiers = make(2)
+    pool = copiers._pool
+    copiers._pool = None
+    copiers.close()
+    pool.shutdown()
+    copiers._pool = pool  # as whoever read it before `close` sees it
+    target = np.zeros(2 * LEAST_BYTES, np.uint8)
+    copiers.copy(fill, target.data)
+    np.testing.assert_array_equal(target, SOURCE[: 2 * LEAST_BYTES])
+
+
+def test_a_copy_waits_for_whoever_takes_the_task_of_a_thread_that_could_not_be_started(make, monkeypatch):
+    copiers, caller = make(3), threading.current_thread()
+    copiers.copy(fill, room(LEAST_BYTES))  # one thread is there
+    both, rest = threading.Barrier(2), threading.Event()
+    size = 3 * LEAST_BYTES
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    def held(start, part):
+        if start < 2 * PART_BYTES:
+            both.wait(60)
+        if threading.current_thread() is not caller:
+            assert rest.wait(60)
+        elif start + len(part) == size:
+            rest.set()
+        fill(start, part)
+
+    monkeypatch.setattr(copiers._pool._idle_semaphore, "acquire", lambda timeout=None: False)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    target = np.zeros(size, np.uint8)
+    copiers.copy(held, target.data)
+    np.testing.assert_array_equal(target, SOURCE[:size])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 
 LEAST_BYTES = 4 << 20
@@ -47,12 +48,26 @@ class Copiers:
                 failed = True
                 raise
 
-        helping = [pool.submit(work) for _ in range(min(self._threads, len(target) // LEAST_BYTES))]
+        def help_out(over: Future[None]) -> None:
+            if over.set_running_or_notify_cancel():
+                try:
+                    work()
+                except BaseException as error:
+                    over.set_exception(error)
+                else:
+                    over.set_result(None)
+
+        # Not the pool's own futures: when it cannot start a thread, `submit` raises and leaves the task in its queue,
+        # where another thread may find it.
+        helping: list[Future[None]] = [Future() for _ in range(min(self._threads, len(target) // LEAST_BYTES))]
         try:
+            with suppress(RuntimeError):  # no thread can be started, or the pool was closed meanwhile: then alone
+                for over in helping:
+                    pool.submit(help_out, over)
             work()
         finally:
-            begun = [future for future in helping if not future.cancel()]
-            errors = [future.exception() for future in begun]
+            begun = [over for over in helping if not over.cancel()]
+            errors = [over.exception() for over in begun]
         for error in errors:
             if error is not None:
                 raise error
