@@ -1,5 +1,7 @@
 """From the workers' lists to the routing table."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from rsrv.gateway.discovery.scan import KEPT_ROUNDS, Listing, fold, presence_of,
 from rsrv.gateway.routing.table import NotReady
 from rsrv.gateway.workers.outcome import Outcome
 from rsrv.protos import inference as pb
+from rsrv.serve.registry import Entry
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,12 @@ def test_a_listing_keeps_the_names_of_models_that_are_not_served_and_why():
         "f": NotReady("preparing", "not resident"),
         "g": NotReady("preparing", "the server is stopping"),
     }
+
+
+def test_a_model_whose_hooks_are_still_being_imported_is_no_failed_one():
+    entry = Entry("m", Path("m"), importing_since=0.0)
+    assert entry.reason.startswith("preparing: its hooks")
+    assert read_listing(index_of(m=entry.reason)).missing == {"m": NotReady("preparing", entry.reason)}
 
 
 def test_a_row_without_a_name_is_none_and_a_state_stands_in_for_a_missing_reason():

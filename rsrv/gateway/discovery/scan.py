@@ -26,7 +26,8 @@ Presence = Literal["ready", "unready", "silent", "refused"]
 PREPARING, FAILED = "preparing", "failed"
 _PASSING = frozenset({"", "registered", "preparing", "retiring", "draining", "drained", "removing", "not resident"})
 """Reasons in a worker's index that are a state of its models, and no error text."""
-_PASSING_SERVER = "the server is "
+_PASSING_BEGINS = ("the server is ", "preparing: ")
+"""How such a reason begins that says more: which state the server is in, or what keeps the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,4 +137,4 @@ def _merge(missing: dict[str, NotReady], rows: Iterable[tuple[str, NotReady]]) -
 
 
 def _reason(text: str) -> str:
-    return PREPARING if text in _PASSING or text.startswith(_PASSING_SERVER) else FAILED
+    return PREPARING if text in _PASSING or text.startswith(_PASSING_BEGINS) else FAILED
