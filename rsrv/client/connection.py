@@ -154,12 +154,15 @@ class Connection:
         Raises DeadlineExceeded after `timeout` seconds; None = no limit. A server that is not there is an error at the
         first message.
         """
-        with self._lock:
-            self._require_usable()
-            open_stream = self._channel.unary_stream(self._service + method, None, None)
-            call = open_stream(body, metadata=self._metadata, timeout=timeout)
         try:
-            yield from call
+            with self._lock:
+                self._require_usable()
+                open_stream = self._channel.unary_stream(self._service + method, None, None)
+                call = open_stream(body, metadata=self._metadata, timeout=timeout)
+            try:
+                yield from call
+            finally:
+                call.cancel()  # type: ignore[no-untyped-call]  # in the stubs
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.target) from None
         except GeneratorExit:  # nobody wants more, or it is collected, in the midst of anything
@@ -167,8 +170,6 @@ class Connection:
         except BaseException:
             mend(self._channel)
             raise
-        finally:
-            call.cancel()  # type: ignore[no-untyped-call]  # in the stubs
 
     def tell(self, method: str, body: bytes, timeout: float, *, wait: bool) -> bool:
         """Like `call` for a message whose failure does not matter; without `wait` it returns at once.

@@ -77,6 +77,16 @@ def test_an_interrupted_call_leaves_no_lock_behind(connection, how):
         assert again(connection)
 
 
+def test_a_stream_that_is_interrupted_when_it_begins_leaves_no_lock_behind(connection, monkeypatch):
+    interrupted = Interrupted(connection._channel)
+    with monkeypatch.context() as patch:
+        patch.setattr(connection._channel, "unary_stream", lambda *_: interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(connection.stream("ServerLive", b""))
+    assert free(connection._channel)
+    assert connection.call("ServerLive", b"", 10)
+
+
 def test_a_lock_of_another_thread_is_left_alone(connection):
     guard = _condition(connection._channel)
     taken, go_on = threading.Event(), threading.Event()
