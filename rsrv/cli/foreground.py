@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import io
 import logging
 import os
 import signal
@@ -102,7 +104,8 @@ def _leave() -> None:
     if _code is None:
         return
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    for each in gc.get_objects():  # the standard streams, and files that hooks have written to and not closed
+        if issubclass(type(each), io.IOBase):
+            with contextlib.suppress(Exception):
+                each.flush()
     os._exit(_code)

@@ -28,6 +28,18 @@ def test_a_process_that_served_runs_its_exit_functions_and_takes_no_interpreter_
     assert (ended.returncode, ended.stdout, ended.stderr) == (75, "exit function\n", "")
 
 
+def test_what_hooks_have_written_and_not_closed_is_kept(tmp_path):
+    paths = tmp_path / "text", tmp_path / "bytes", tmp_path / "closed"
+    opened = "; ".join(
+        f"{name} = open({str(path)!r}, {mode!r})"
+        for name, path, mode in zip(("text", "raw", "closed"), paths, ("w", "wb", "w"), strict=True)
+    )
+    written = "print('kept', file=text); raw.write(b'kept'); closed.close()"
+    ended = run(f"foreground.serves(); {opened}; {written}; foreground.end_soon(0)")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert [path.read_text() for path in paths] == ["kept\n", "kept", ""]
+
+
 def test_other_processes_end_as_always():
     ended = run("foreground.end_soon(0); sys.exit(3)")
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "taken apart\n", "")

@@ -91,8 +91,8 @@ class Watcher:
     def poll_now(self, timeout: float | None = None) -> list[Change]:
         """Look at everything now. Returns the changes that were begun by the time that they had settled.
 
-        Takes no time when nothing has changed, else `model_settle_seconds` at most between two looks, but `timeout`
-        seconds in any case; what keeps changing is not waited for. Whether the changes succeed is told elsewhere.
+        One look when nothing has changed, else another one at most `model_settle_seconds` after it; what keeps changing
+        is not waited for. `timeout` seconds in any case. Whether the changes succeed is told elsewhere.
         """
         poll = _Poll()
         with self._bell:
