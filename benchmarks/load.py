@@ -108,7 +108,8 @@ def drive(
     seed: int = 0,
     deadline: float = 60.0,
 ) -> LoadResult:
-    """Keep `in_flight` requests going for `seconds` after a warm-up, and count what finished in that time."""
+    """Keep `in_flight` requests going for `seconds` after a warm-up, and count what finished in that time; for longer,
+    up to `deadline`, when nothing did."""
     channel = open_channel(target)
     calls = {s.path: channel.unary_unary(s.path) for s in streams}
     weights = [s.weight for s in streams]
@@ -116,6 +117,7 @@ def drive(
     lock = threading.Lock()
     measuring = threading.Event()
     stop = threading.Event()
+    counting = threading.Event()
 
     def loop(index: int) -> None:
         rng = random.Random(f"{seed}/{index}")
@@ -137,6 +139,7 @@ def drive(
                     row.errors += error
                     row.wrong += wrong
                     row.latencies.append(elapsed)
+                counting.set()
 
     threads = [threading.Thread(target=loop, args=(i,), daemon=True) for i in range(in_flight)]
     for thread in threads:
@@ -146,6 +149,7 @@ def drive(
     measuring.set()
     started = time.perf_counter()
     time.sleep(seconds)
+    counting.wait(deadline)
     stop.set()
     elapsed = time.perf_counter() - started
     cpu = cpu_seconds(server_pids) - cpu_before

@@ -200,13 +200,13 @@ def test_what_a_handler_does_wrong_is_in_the_report_and_nothing_is_left(
 def test_a_handler_that_dies_or_hangs_leaves_no_half_bundle_and_the_run_goes_on(here: Path, made: Path) -> None:
     report = run(
         here, {"killed": ["gone"], "sleeping": ["slow"], "copy": ["net"]}, isolate=True,
-        options={"made_dir": str(made)}, timeout_seconds=10,
+        options={"made_dir": str(made)}, timeout_seconds=20,
     )  # fmt: skip
     gone, slow, net = report.results
     assert (gone.outcome, slow.outcome, net.outcome) == ("failed", "failed", "success")
     assert "the conversion ended its process: it was ended by SIGKILL" in gone.reason
     assert "its last output: about to go" in gone.reason
-    assert "took longer than 10 s (timeout_seconds) and was ended" in slow.reason
+    assert "took longer than 20 s (timeout_seconds) and was ended" in slow.reason
     assert left(here) == ["net"]
 
 
