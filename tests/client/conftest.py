@@ -1,13 +1,30 @@
 import pytest
-from support.client_stub import StubServer, own_shared_memory
+from support.client_stub import INLINE_ONCE, StubServer, own_shared_memory
 
-from rsrv.client import client_init
+from rsrv.client import KServeModel, client_init
+from rsrv.client.channels import ChannelOptions
+from rsrv.client.connection import Connection
 
 
 @pytest.fixture
 def server():
     with StubServer() as running:
         yield running
+
+
+@pytest.fixture
+def connection(server):
+    connection = Connection(ChannelOptions.build(server.url))
+    yield connection
+    connection.close()
+
+
+@pytest.fixture
+def model(server):
+    """A handle of the model y = 2x, f32[-1,4]; see `INLINE_ONCE`."""
+    server.outputs = [("y", "FP32", [-1, 4])]
+    with KServeModel(server.url, "twice", **INLINE_ONCE) as handle:
+        yield handle
 
 
 @pytest.fixture(autouse=True)

@@ -5,21 +5,14 @@ import asyncio
 import ml_dtypes
 import numpy as np
 import pytest
+from support.client_stub import INLINE_ONCE
 
-from rsrv.client import AsyncKServeModel, InferInput, KServeModel, RetryPolicy
+from rsrv.client import AsyncKServeModel, InferInput
 from rsrv.client.arrays import array_of, fitted, is_of_python
 from rsrv.core.errors import InvalidRequest, UsageError
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
-OPTIONS = {"shared_memory": "off", "max_batch_size": 4, "retry": RetryPolicy(enabled=False)}
 pytestmark = pytest.mark.usefixtures("small_pools")
-
-
-@pytest.fixture
-def model(server):
-    server.outputs = [("y", "FP32", [-1, 4])]
-    with KServeModel(server.url, "twice", **OPTIONS) as handle:
-        yield handle
 
 
 def masked():
@@ -27,7 +20,7 @@ def masked():
 
 
 async def awaited(server, work):
-    async with AsyncKServeModel(server.url, "twice", **OPTIONS) as handle:
+    async with AsyncKServeModel(server.url, "twice", **INLINE_ONCE) as handle:
         return await work(handle)
 
 

@@ -7,6 +7,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from support.client_stub import INLINE_ONCE
 
 from rsrv.client import (
     AsyncKServeModel,
@@ -14,7 +15,6 @@ from rsrv.client import (
     InferInput,
     KServeModel,
     OutputSpec,
-    RetryPolicy,
     infer_async,
     infer_sync,
     pool_view,
@@ -27,17 +27,9 @@ from rsrv.client.transport import pools
 from rsrv.core.errors import DeadlineExceeded, InvalidRequest, UsageError
 
 X = np.arange(120, dtype=np.float32).reshape(30, 4)
-OPTIONS = {"shared_memory": "off", "max_batch_size": 4, "retry": RetryPolicy(enabled=False)}
 
 
 pytestmark = pytest.mark.usefixtures("small_pools")
-
-
-@pytest.fixture
-def model(server):
-    server.outputs = [("y", "FP32", [-1, 4])]
-    with KServeModel(server.url, "twice", **OPTIONS) as handle:
-        yield handle
 
 
 class Doubled(InferenceIO):
@@ -90,7 +82,7 @@ def test_a_map_inside_of_a_method_would_wait_for_itself_and_is_refused(server, m
 @pytest.mark.parametrize("method", METHODS)
 def test_an_event_loop_refuses_it_too(server, model, method):
     async def main():
-        async with AsyncKServeModel(server.url, "twice", **OPTIONS) as other:
+        async with AsyncKServeModel(server.url, "twice", **INLINE_ONCE) as other:
             with pytest.raises(UsageError, match="encode_chunk or decode_chunk of another one"):
                 await other.infer_async(Doubled(**{method: lambda: model.map(X)}))
 
@@ -147,7 +139,7 @@ def test_stop_iteration_is_an_error_like_others(model, drive, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_stop_iteration_does_not_hang_an_event_loop(server, model, method):
     async def main():
-        async with AsyncKServeModel(server.url, "twice", **OPTIONS) as other:
+        async with AsyncKServeModel(server.url, "twice", **INLINE_ONCE) as other:
             async with asyncio.timeout(20):
                 with pytest.raises(RuntimeError, match="raised StopIteration"):
                     await other.infer_async(Doubled(**{method: stop}))
@@ -163,7 +155,7 @@ def test_a_slot_that_comes_too_late_is_given_back(server, monkeypatch):
             return slot
 
     monkeypatch.setattr(courses, "Lend", Late)
-    with KServeModel(server.url, "twice", **{**OPTIONS, "deadline": 0.2}) as model, pytest.raises(DeadlineExceeded):
+    with KServeModel(server.url, "twice", **{**INLINE_ONCE, "deadline": 0.2}) as model, pytest.raises(DeadlineExceeded):
         infer_async(model, Doubled())
     assert pools.inline_pool().free == 8
 
@@ -197,7 +189,7 @@ def test_methods_that_nobody_would_await_are_refused(server, model, method):
         infer_async(model, io)
 
     async def main():
-        async with AsyncKServeModel(server.url, "twice", **OPTIONS) as other:
+        async with AsyncKServeModel(server.url, "twice", **INLINE_ONCE) as other:
             with pytest.raises(UsageError, match=f"{method} of Doubled is a coroutine function"):
                 await other.infer_async(io)
             for work in (lambda: other.map(X, progress=coroutine), lambda: other.map(iter(X), progress=coroutine)):
@@ -225,7 +217,7 @@ def test_what_has_no_items_is_refused_at_once(server, model, data):
         model.map(data)
 
     async def main():
-        async with AsyncKServeModel(server.url, "twice", **OPTIONS) as other:
+        async with AsyncKServeModel(server.url, "twice", **INLINE_ONCE) as other:
             with pytest.raises(UsageError, match=f"cannot map a {type(data).__name__}"):
                 other.map(data)
 
@@ -316,7 +308,7 @@ def test_an_output_is_named_once(model):
 def test_integers_of_numpy_are_numbers_of_rows(server, model):
     np.testing.assert_array_equal(model.map(X, batch=np.int64(10)), 2 * X)
     assert len(server.requests) == 3
-    with KServeModel(server.url, "twice", **{**OPTIONS, "max_batch_size": np.int32(15)}) as other:
+    with KServeModel(server.url, "twice", **{**INLINE_ONCE, "max_batch_size": np.int32(15)}) as other:
         other.map(X)
     assert len(server.requests) == 5
 

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from rsrv.client import AsyncKServeModel, KServeModel
-from rsrv.client.channels import ChannelOptions
-from rsrv.client.connection import Connection
 from rsrv.client.interruption import _condition, mend
 
 X = np.ones((2, 4), np.float32)
@@ -44,13 +42,6 @@ def free(channel):
     thread.start()
     thread.join()
     return found[0]
-
-
-@pytest.fixture
-def connection(server):
-    one = Connection(ChannelOptions.build(server.url))
-    yield one
-    one.close()
 
 
 def interrupt(connection, method):

@@ -344,13 +344,6 @@ def test_a_handle_with_little_to_do_always_has_some_retries():
 # --- real calls ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def connection(server):
-    connection = Connection(ChannelOptions.build(server.url))
-    yield connection
-    connection.close()
-
-
 def live(connection, budget):
     def attempt():
         answer = yield Call(connection, "ServerLive", b"", budget.remaining())

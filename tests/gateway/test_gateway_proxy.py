@@ -186,9 +186,7 @@ def test_a_worker_that_left_is_passed_over(make_site):
 def test_a_call_that_ends_after_its_worker_left_leaves_no_series(make_site):
     site = make_site(1)
     mock = site.mocks[0]
-    mock.hang("ModelInfer")
-    call = site.call(request_body())
-    site.proxy.handle(call)
+    (call,) = hold(site, 1)
     wait_until(lambda: mock.count("ModelInfer"))
     site.fleet.remove(mock.url)
     site.counters.forget(mock.url)
@@ -266,9 +264,7 @@ def test_some_metadata_goes_to_the_worker_and_its_trailers_come_back(make_site):
 def test_a_client_that_goes_away_takes_its_request_back_from_the_worker(make_site):
     site = make_site(1)
     mock = site.mocks[0]
-    mock.hang("ModelInfer")
-    call = site.call(request_body())
-    site.proxy.handle(call)
+    (call,) = hold(site, 1)
     assert mock.entered.acquire(timeout=10)
     call.cancel()
     wait_until(lambda: mock.cancelled.get("ModelInfer") == 1)

@@ -18,10 +18,13 @@ import grpc
 import numpy as np
 from support.ports import held_port
 
+from rsrv.client import RetryPolicy
 from rsrv.protos import control, inference
 
 SERVICE = "/inference.GRPCInferenceService/"
 CONTROL = "/reactant_control.ControlService/"
+INLINE_ONCE = {"shared_memory": "off", "max_batch_size": 4, "retry": RetryPolicy(enabled=False)}
+"""Options of a handle whose requests are inline, small, and sent once."""
 
 
 def own_shared_memory() -> set[str]:

@@ -168,7 +168,6 @@ class RegionRegistry:
         allow_keys: glob patterns of keys (without the leading slash) that may be registered; none = all.
         deny_keys: the same for keys that may not; the defaults are where servers keep weights. Wins over `allow_keys`.
         require_same_uid: accept only objects that belong to this process's user.
-        copy_threads: how many threads help with large copies; see `Copiers`.
         clock: seconds, monotonic.
     """
 
@@ -181,7 +180,6 @@ class RegionRegistry:
         allow_keys: Sequence[str] = (),
         deny_keys: Sequence[str] = ("rsw-*", "rsrvw-*"),
         require_same_uid: bool = False,
-        copy_threads: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_regions = max_regions
@@ -190,7 +188,7 @@ class RegionRegistry:
         self._allow_keys = tuple(pattern.lstrip("/") for pattern in allow_keys)
         self._deny_keys = tuple(pattern.lstrip("/") for pattern in deny_keys)
         self._require_same_uid = require_same_uid
-        self._copiers = Copiers(copy_threads)
+        self._copiers = Copiers()
         self._clock = clock
         self._lock = threading.Lock()
         self._regions: dict[str, Region] = {}

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
 MAX_WAIT_SECONDS = 120.0
 POLL_SECONDS = 0.05
 """How often a call that waits for a repack looks whether it is done."""
